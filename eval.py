@@ -1,0 +1,213 @@
+"""
+Look at trained models. RUN is what train.py wrote: a folder with ckpt.pt and log.jsonl.
+
+    python eval.py val RUN                          validation loss, nats per token and bits per byte
+    python eval.py sample RUN --prompt "def main("  text, continued from the prompt
+    python eval.py compare RUN RUN ...              a table, each delta to the first RUN with its paired standard error
+
+Every evaluation reads the same validation windows, so that two models of one block_size can be compared window by
+window: most of what makes a window hard is common to both and cancels in the difference.
+"""
+import argparse
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+import data
+from model import ConfigError, Transformer
+
+
+class EvalError(ValueError):
+    """Runs that cannot be read or compared; the message says why."""
+
+
+def load_run(run, device):
+    """RUN -> (model in eval mode, the checkpoint's dictionary)."""
+    path = Path(run, 'ckpt.pt')
+    if not path.exists():
+        raise EvalError(f"{run}: there is no {path}; a run is a folder that train.py wrote")
+    checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+    return Transformer.from_checkpoint(checkpoint, device).eval(), checkpoint
+
+
+def check_tokenizer(checkpoint, folder):
+    """A model only means something on tokens of the tokenizer it was trained with: DataError if folder has others."""
+    meta, vocab_size = data.read_meta(folder), checkpoint['model_config']['vocab_size']
+    if (meta['tokenizer'], meta['vocab_size']) != (checkpoint['tokenizer'], vocab_size):
+        raise data.DataError(f"{folder} holds tokens of {meta['tokenizer']} ({meta['vocab_size']} of them), but the "
+                             f"checkpoint was trained on {checkpoint['tokenizer']} ({vocab_size})")
+
+
+def read_log(run):
+    """RUN -> the records of its log.jsonl, a list of dictionaries."""
+    return [json.loads(line) for line in Path(run, 'log.jsonl').read_text().splitlines()]
+
+
+def autocast(device):
+    """bf16 where the GPU has it, as in training."""
+    bf16 = device.type == 'cuda' and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+
+
+@torch.no_grad()
+def window_losses(model, windows, indices, batch_size, device):
+    """Mean loss of each of these windows, in nats per token -> (len(indices),), fp32 on the CPU."""
+    losses = [torch.empty(0)]
+    for start in range(0, len(indices), batch_size):
+        tokens = torch.stack([torch.from_numpy(windows[i]) for i in indices[start:start + batch_size]]).to(device)
+        losses.append(model(tokens[:, :-1], tokens[:, 1:], reduction='none').mean(1).cpu())
+    return torch.cat(losses)
+
+
+def bits_per_byte(nats, windows, indices, tokenizer):
+    """Nats per token over these windows -> bits per byte of the text, which no longer depends on the tokenizer."""
+    size = data.token_bytes(tokenizer, tokenizer.n_vocab)       # (V,), bytes of text a token stands for
+    targets = torch.cat([torch.from_numpy(windows[i][1:]) for i in indices])
+    return nats * len(targets) / (math.log(2) * size[targets].sum().item())
+
+
+def sample_text(model, tokenizer, prompt, max_new_tokens, temperature=0.8, top_k=50, seed=0):
+    """
+    The prompt and its continuation, as text; an empty prompt starts a new document. The global random state is left
+    as it was.
+    """
+    device = model.wte.weight.device
+    tokens = [tokenizer.eot_token] + tokenizer.encode_ordinary(prompt)
+    with torch.random.fork_rng(devices=[device] if device.type == 'cuda' else []):
+        torch.manual_seed(seed)
+        out = model.generate(torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k)
+    return tokenizer.decode(out[0, 1:].tolist())
+
+
+# ---- commands ----
+
+def run_losses(run, args, device):
+    """RUN -> (its model, checkpoint, validation windows, their indices, their losses)."""
+    model, checkpoint = load_run(run, device)
+    folder = args.data or checkpoint['flags']['data']
+    check_tokenizer(checkpoint, folder)
+    windows = data.Windows(folder, 'val', model.config.block_size)
+    indices = data.fixed_windows(windows, args.windows)
+    with autocast(device):
+        losses = window_losses(model, windows, indices, args.batch, device)
+    return model, checkpoint, windows, indices, losses
+
+
+def standard_error(values):
+    return values.std(correction=1).item() / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def val(args, device):
+    for run in args.runs:
+        model, checkpoint, windows, indices, losses = run_losses(run, args, device)
+        nats = losses.double().mean().item()
+        line = f"{run}: step {checkpoint['step']:,}, val loss {nats:.4f} +- {standard_error(losses):.4f} nats per token"
+        try:
+            tokenizer = data.get_tokenizer(checkpoint['tokenizer'], args.data or checkpoint['flags']['data'])
+            line += f", {bits_per_byte(nats, windows, indices, tokenizer):.4f} bits per byte"
+        except data.DataError as error:
+            line += f" (no bits per byte: {error})"
+        print(f"{line}, {len(indices)} windows of {windows.block_size} tokens")
+
+
+def sample(args, device):
+    model, checkpoint = load_run(args.run, device)
+    tokenizer = data.get_tokenizer(checkpoint['tokenizer'], args.data or checkpoint['flags']['data'])
+    prompt_tokens, block_size = 1 + len(tokenizer.encode_ordinary(args.prompt)), model.config.block_size
+    if prompt_tokens > block_size:
+        raise EvalError(f"--prompt has {prompt_tokens} tokens, more than the model's block_size = {block_size}")
+    with autocast(device):
+        text = sample_text(model, tokenizer, args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
+    print(text)
+    if prompt_tokens + args.tokens > block_size:
+        print(f"(stopped at block_size = {block_size} tokens)", file=sys.stderr)
+
+
+def compare(args, device):
+    rows, first = [], None
+    for run in args.runs:
+        model, checkpoint, windows, indices, losses = run_losses(run, args, device)
+        setting = (checkpoint['tokenizer'], windows.block_size, args.data or checkpoint['flags']['data'])
+        first = first or (setting, losses)
+        if setting != first[0]:
+            raise EvalError(f"{run} and {args.runs[0]} cannot be paired: tokenizer, block_size and data are {setting} "
+                            f"and {first[0]}; --data can name one dataset for all")
+        train = [r for r in read_log(run) if r['kind'] == 'train']
+        delta = losses - first[1]
+        rows.append({
+            'run': run, 'H': str(model.config.H), 'params': f'{sum(model.count_parameters()) / 1e6:.2f}M',
+            'tokens': f"{checkpoint['tokens'] / 1e6:.1f}M", 'val loss': f'{losses.double().mean():.4f}',
+            'delta': '' if run == args.runs[0] else f'{delta.double().mean():+.4f}',
+            '+- s.e.': '' if run == args.runs[0] else f'{standard_error(delta):.4f}',
+            # the first record holds compilation and warm-up
+            'tok/s': f"{statistics.median(r['tokens_per_s'] for r in train[1:] or train):,.0f}",
+            'GiB': f"{max(r['memory_gib'] for r in train):.2f}", 'batches': f"{train[-1]['batch_hash']:x}"})
+    widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
+    for row in [dict(zip(widths, widths))] + rows:
+        print('  '.join(f'{row[key]:<{width}}' if key == 'run' else f'{row[key]:>{width}}'
+                        for key, width in widths.items()))
+    print(f"{len(indices)} windows of {windows.block_size} tokens; delta to the first run, paired over windows. "
+          f"Equal 'batches' = trained on the same batches.")
+    plot_curves(args.runs, args.png)
+
+
+def plot_curves(runs, png):
+    """Training loss (lines) and validation loss (dots) of each run over its steps."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture of the loss curves: pip install matplotlib")
+        return
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    for run in runs:
+        log = read_log(run)
+        train = [(r['step'], r['loss']) for r in log if r['kind'] == 'train']
+        line, = axes.plot(*zip(*train), linewidth=1, alpha=0.6)
+        validated = [(r['step'], r['val_loss']) for r in log if r['kind'] in ('val', 'final')]
+        if validated:
+            axes.plot(*zip(*validated), 'o-', color=line.get_color(), markersize=4, label=f'{run} (dots: validation)')
+    axes.set(xlabel='step', ylabel='loss (nats per token)')
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(png, dpi=150, bbox_inches='tight')
+    print(f"loss curves: {png}")
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser('eval.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument('--data', help="dataset folder (default: the one the run was trained on)")
+    common.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    losses = argparse.ArgumentParser(add_help=False, parents=[common])
+    losses.add_argument('--windows', type=int, default=0, help="validation windows, evenly spread (default 0: all)")
+    losses.add_argument('--batch', type=int, default=8, help="windows a forward pass")
+    commands = parser.add_subparsers(dest='command', required=True)
+    for command, text in ((val, "validation loss"), (compare, "a table, with paired deltas")):
+        sub = commands.add_parser(command.__name__, parents=[losses], help=text)
+        sub.add_argument('runs', nargs='+', metavar='RUN')
+        sub.set_defaults(command=command)
+        if command is compare:
+            sub.add_argument('--png', default='compare.png', help="where the loss curves go (default compare.png)")
+    sub = commands.add_parser('sample', parents=[common], help="text")
+    sub.add_argument('run', metavar='RUN')
+    sub.add_argument('--prompt', default='', help="default: start a new document")
+    sub.add_argument('--tokens', type=int, default=200, help="tokens to generate")
+    sub.add_argument('--temperature', type=float, default=0.8, help="0 = always the likeliest token")
+    sub.add_argument('--top_k', type=int, default=50, help="0 = all tokens")
+    sub.add_argument('--seed', type=int, default=0)
+    sub.set_defaults(command=sample)
+    args = parser.parse_args(argv)
+    try:
+        args.command(args, torch.device(args.device))
+    except (EvalError, ConfigError, data.DataError) as error:
+        sys.exit(f'eval.py: {error}')
+
+
+if __name__ == '__main__':
+    main()

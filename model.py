@@ -1,0 +1,447 @@
+"""
+Multi-Head Attention Residuals (MHAR): the whole model.
+
+A Transformer adds each sublayer's output to one running sum, the residual stream. Here every sublayer instead *reads
+a learned mix of all earlier sublayer outputs*: a softmax over depth, taken in H independent heads over the width.
+
+    H = 0   the plain residual Transformer
+    H = 1   Attention Residuals (AttnRes): one softmax over depth for the whole width
+    H = k   MHAR: k of them, each for its own slice of the width; not one parameter more than H = 1
+
+Paper: "Multi-Head Attention Residuals", Luo, Cai and Hu, 2026. The blocks around the routing are Qwen3's.
+Letters in the shape comments: B sequences, T tokens, D = n_embd, V = vocab_size, N sources, H routing heads.
+"""
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+ROUTERS = ('auto', 'eager')
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot work; the message names the field, its value and what is allowed."""
+
+
+@dataclass
+class Config:
+    vocab_size: int
+    block_size: int                 # the longest sequence, in tokens
+    n_layer: int                    # blocks; each holds two sublayers, attention and MLP
+    n_head: int                     # query heads of the attention
+    n_kv_head: int                  # key/value heads, each shared by n_head / n_kv_head query heads
+    n_embd: int
+    ffn_dim: int
+    H: int = -1                     # routing heads: 0 plain, 1 AttnRes, k MHAR, -1 = n_kv_head
+    query_init_std: float = 0.0     # 0 starts every read at the plain mean of its sources
+    rope_theta: float = 1e4
+    norm_eps: float = 1e-6
+    qk_norm: bool = True
+    tie_embeddings: bool = True
+    router: str = 'auto'            # how the reads are computed: see Transformer.new_router
+
+    def __post_init__(self):
+        if self.H == -1:
+            self.H = self.n_kv_head
+        def require(ok, field, allowed):
+            if not ok:
+                raise ConfigError(f"{field} = {getattr(self, field)!r}: must be {allowed}")
+        for field in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim'):
+            value = getattr(self, field)
+            require(type(value) is int and value > 0, field, "a positive whole number")
+        require(self.n_head % self.n_kv_head == 0, 'n_kv_head', f"a divisor of n_head = {self.n_head}")
+        require(self.n_embd % self.n_head == 0, 'n_head', f"a divisor of n_embd = {self.n_embd}")
+        require(self.n_embd // self.n_head % 2 == 0, 'n_head',
+                f"such that n_embd / n_head is even (RoPE turns pairs), but {self.n_embd} / {self.n_head} is odd")
+        require(type(self.H) is int and self.H >= 0, 'H', "-1 (= n_kv_head), 0 (plain) or a divisor of n_embd")
+        require(self.H == 0 or self.n_embd % self.H == 0, 'H', f"0 or a divisor of n_embd = {self.n_embd}")
+        require(self.query_init_std >= 0, 'query_init_std', "0 or more")
+        require(self.norm_eps >= 0, 'norm_eps', "0 or more")
+        require(self.rope_theta > 0, 'rope_theta', "more than 0")
+        require(self.router in ROUTERS, 'router', f"one of {', '.join(ROUTERS)}")
+
+    @property
+    def head_size(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def n_source(self):
+        return 2 * self.n_layer + 1     # the embedding and every sublayer's output
+
+    @property
+    def padded_vocab(self):
+        return math.ceil(self.vocab_size / 64) * 64     # matrix products like round sizes
+
+
+# The shapes of the paper (its section on shapes and recipe), with GPT-2's vocabulary instead of Qwen's 151,936: so
+# '100m' has 63.5M parameters here. 'tiny' is ours: bytes in, bytes out, for a laptop's CPU.
+PRESETS = {
+    'tiny': Config(vocab_size=257, block_size=256, n_layer=4, n_head=4, n_kv_head=4, n_embd=128, ffn_dim=384),
+    '100m': Config(vocab_size=50257, block_size=2048, n_layer=12, n_head=8, n_kv_head=4, n_embd=512, ffn_dim=1536),
+    '350m': Config(vocab_size=50257, block_size=1024, n_layer=24, n_head=16, n_kv_head=8, n_embd=1024, ffn_dim=4096),
+    '1b': Config(vocab_size=50257, block_size=1024, n_layer=36, n_head=16, n_kv_head=8, n_embd=1280, ffn_dim=5120),
+}
+
+
+# ---- depth routing: the idea of this repository ----
+
+def at_least_fp32(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def normalize(x, eps):
+    """x / RMS(x) over the last dimension, computed and returned in fp32 (or in float64 if x is)."""
+    x = at_least_fp32(x)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def route_weights(sources, query, gain, H, eps=1e-6):
+    """
+    How much each head of one routing site reads of each source.
+
+    sources (N, B, T, D), query (D,), gain (D,) -> weights (N, B, T, H), fp32, that sum to 1 over the sources:
+    softmax_i(query[h] . (gain * RMSNorm(s_i))[h]). The norm is over the full width D: H changes only the softmax.
+    """
+    N, B, T, D = sources.shape
+    keys = normalize(sources, eps) * gain
+    scores = (keys * query).view(N, B, T, H, D // H).sum(-1)
+    return scores.softmax(dim=0)
+
+
+def route(sources, query, gain, H, eps=1e-6):
+    """
+    One routing site's read: sources, a list of N tensors (B, T, D) or one (N, B, T, D) -> (B, T, D) in their dtype.
+
+    Each of the H heads mixes its slice of the *un-normalised* sources with its own weights.
+    """
+    if not torch.is_tensor(sources):
+        sources = torch.stack(tuple(sources))
+    N, B, T, D = sources.shape
+    weights = route_weights(sources, query, gain, H, eps)                           # (N, B, T, H)
+    values = sources.view(N, B, T, H, D // H)
+    return (weights.unsqueeze(-1) * values).sum(0).view(B, T, D).to(sources.dtype)
+
+
+class EagerRouter:
+    """All routing sites of one forward pass: call n appends source n and returns the read of site n, through `route`."""
+
+    def __init__(self, queries, gains, H, eps):     # queries and gains (N, D): a row a site
+        self.sites, self.H, self.eps = list(zip(queries, gains)), H, eps
+        self.sources = []
+
+    def __call__(self, source):
+        query, gain = self.sites[len(self.sources)]
+        self.sources.append(source)
+        return route(self.sources, query, gain, self.H, self.eps)
+
+
+# ---- the two sublayers ----
+
+class RMSNorm(nn.Module):
+    def __init__(self, width, eps):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x):
+        return (normalize(x, self.eps) * self.weight).to(x.dtype)
+
+
+def rope_tables(config):
+    """
+    Rotary embedding (Su et al. 2021): the cos and the signed sin of every position, each (block_size, head_size).
+
+    Element i turns together with element i + head_size / 2, as in Llama and Qwen: (a, b) -> (a cos - b sin, b cos +
+    a sin). With sin negative in the first half that is x * cos + roll(x) * sin, without cutting x up.
+    """
+    pairs = torch.arange(0, config.head_size, 2) / config.head_size
+    angles = torch.arange(config.block_size)[:, None] * config.rope_theta ** -pairs
+    return torch.cat((angles.cos(), angles.cos()), dim=1), torch.cat((-angles.sin(), angles.sin()), dim=1)
+
+
+def rotate(x, rope):
+    """x (B, T, heads, head_size), rope = the tables' rows of these T positions."""
+    cos, sin = (table[:, None] for table in rope)       # (T, 1, head_size), fp32
+    return (x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).to(x.dtype)
+
+
+class KVCache:
+    """
+    Keys and values of one attention layer for the tokens so far, each (B, n_kv_head, T, head_size).
+
+    Attention is all that needs a cache. Depth routing mixes the sources *of one token*: a new token brings all of
+    its own sources along as it passes through the layers, and no token ever reads another token's.
+    """
+
+    def __init__(self):
+        self.k = self.v = None
+
+    def append(self, k, v):
+        if self.k is not None:
+            k, v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
+        self.k, self.v = k, v
+        return k, v
+
+    def __len__(self):
+        return 0 if self.k is None else self.k.size(2)
+
+
+# cuDNN's attention is the fastest on Hopper, then FlashAttention-2; the rest serve older GPUs and CPUs.
+ATTENTION_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
+                      SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.head_size = config.head_size
+        self.norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.q = nn.Linear(config.n_embd, config.n_head * config.head_size, bias=False)
+        self.k = nn.Linear(config.n_embd, config.n_kv_head * config.head_size, bias=False)
+        self.v = nn.Linear(config.n_embd, config.n_kv_head * config.head_size, bias=False)
+        self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+
+    def forward(self, x, rope, cache=None):
+        B, T, D = x.shape
+        x = self.norm(x)
+        q, k, v = (linear(x).view(B, T, -1, self.head_size) for linear in (self.q, self.k, self.v))
+        q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
+        q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))        # (B, heads, T, head_size)
+        mask = None
+        if cache is not None:
+            k, v = cache.append(k, v)
+            if k.size(2) > T:       # new token t may see all cached ones, and the new ones up to itself
+                mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
+        with sdpa_kernel(ATTENTION_BACKENDS, set_priority=True):
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+                                               enable_gqa=q.size(1) != k.size(1))
+        return self.proj(y.transpose(1, 2).reshape(B, T, D))
+
+
+class MLP(nn.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm = RMSNorm(config.n_embd, config.norm_eps)
+        self.gate = nn.Linear(config.n_embd, config.ffn_dim, bias=False)
+        self.up = nn.Linear(config.n_embd, config.ffn_dim, bias=False)
+        self.down = nn.Linear(config.ffn_dim, config.n_embd, bias=False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attn = Attention(config)
+        self.mlp = MLP(config)
+
+
+# ---- the loss ----
+
+def chunk_loss(logits, targets, vocab_size):
+    """logits (C, padded V), targets (C,) -> losses (C,) in fp32 and d loss / d logits; both 0 where the target is -1."""
+    columns = torch.arange(logits.size(1), device=logits.device, dtype=torch.int32)
+    logits32 = torch.where(columns < vocab_size, at_least_fp32(logits), -math.inf)     # padding rows: probability 0
+    lse = logits32.logsumexp(-1, keepdim=True)
+    target = targets.clamp(min=0)[:, None]
+    keep = (targets >= 0)[:, None]
+    losses = torch.where(keep, lse - logits32.gather(1, target), 0.0)
+    grad = ((logits32 - lse).exp() - (columns == target.int()).to(lse.dtype)) * keep
+    return losses[:, 0], grad.to(logits.dtype)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """
+    Sum of the cross-entropies of `x @ weight.T` against targets, without ever holding all of the logits.
+
+    x (M, D), weight (padded V, D), targets (M,) with -1 = ignored -> losses (M,), fp32. At 65,536 tokens and GPT-2's
+    vocabulary fp32 logits would take 13 GB, and their gradient as much. So the rows go through in chunks, and each
+    chunk's gradient is taken while its logits are there: d(sum of losses)/dx and /dweight are ready before backward
+    is called, which only scales them. That is why every loss must get the same upstream gradient (as in a mean).
+    """
+    CHUNK = 8192    # tokens
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, vocab_size, with_grad, chunk_loss):
+        w = weight.to(x.dtype)
+        dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if with_grad else (None, None)
+        losses = []
+        for start in range(0, x.size(0), LinearCrossEntropy.CHUNK):
+            rows = slice(start, start + LinearCrossEntropy.CHUNK)
+            chunk_losses, dlogits = chunk_loss(x[rows] @ w.T, targets[rows], vocab_size)
+            losses.append(chunk_losses)
+            if with_grad:
+                dx[rows] = dlogits @ w
+                dw += dlogits.T @ x[rows]
+        ctx.save_for_backward(dx, dw)
+        return torch.cat(losses)
+
+    @staticmethod
+    def backward(ctx, dlosses):
+        dx, dw = ctx.saved_tensors
+        scale = dlosses[0]
+        return dx * scale.to(dx.dtype), dw * scale, None, None, None, None
+
+
+# ---- the model ----
+
+class Transformer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.wte = nn.Embedding(config.padded_vocab, config.n_embd)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
+        self.norm = RMSNorm(config.n_embd, config.norm_eps)
+        for name, table in zip(('cos', 'sin'), rope_tables(config)):
+            self.register_buffer(name, table, persistent=False)
+        if not config.tie_embeddings:
+            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab, bias=False)
+        for module in self.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                nn.init.normal_(module.weight, std=0.02)
+        if config.H > 0:    # last, so that all H of one seed start from the same weights
+            self.queries = nn.Parameter(torch.zeros(config.n_source, config.n_embd))    # a row a site
+            self.gains = nn.Parameter(torch.ones(config.n_source, config.n_embd))       # its key norm's weight
+            if config.query_init_std > 0:
+                nn.init.normal_(self.queries, std=config.query_init_std)
+        self.checkpoint_sublayers = False   # recompute each sublayer in backward instead of keeping its activations
+        self.chunk_loss = chunk_loss        # replaced by a compiled one in compile_parts
+
+    def new_router(self):
+        """One forward pass's router: `router(source)` appends a source and returns the next site's read."""
+        return EagerRouter(self.queries, self.gains, self.config.H, self.config.norm_eps)
+
+    def hidden(self, idx, caches=None):
+        """idx (B, T) -> the last hidden states, normalised, (B, T, D). This is where plain and MHAR differ."""
+        start = len(caches[0]) if caches else 0
+        positions = slice(start, start + idx.size(1))
+        rope = self.cos[positions], self.sin[positions]
+        x = self.wte(idx)
+        if torch.is_autocast_enabled(x.device.type):    # let the depth sources be as small as the sublayers' outputs
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+
+        router = self.new_router() if self.config.H > 0 else None
+        if router:
+            x = router(x)                               # site 0 has one source to read, the embedding itself
+        for i, block in enumerate(self.blocks):
+            out = self.run(block.attn, x, rope, caches[i] if caches else None)
+            x = router(out) if router else x + out      # the whole difference: read a mix of all, or add to one sum
+            out = self.run(block.mlp, x)
+            x = router(out) if router else x + out
+        return self.norm(x)
+
+    def run(self, sublayer, *args):
+        if self.checkpoint_sublayers and torch.is_grad_enabled():
+            return checkpoint(sublayer, *args, use_reentrant=False)
+        return sublayer(*args)
+
+    def forward(self, idx, targets=None, reduction='mean', caches=None):
+        """
+        idx (B, T) token ids -> logits (B, T, V).
+
+        With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead; reduction='none' gives all losses
+        (B, T), 0 where ignored, and no gradient. `caches`, one KVCache a layer, lets idx go on where they end.
+        """
+        length = idx.size(1) + (len(caches[0]) if caches else 0)
+        if length > self.config.block_size:
+            raise ValueError(f"a sequence of {length} tokens is longer than block_size = {self.config.block_size}")
+        x = self.hidden(idx, caches)
+        weight = self.wte.weight if self.config.tie_embeddings else self.lm_head.weight
+        if targets is None:
+            # The embedding has padding rows that stand for no token. Cutting them off here, and giving them
+            # probability 0 in the loss, makes them invisible: they are never sampled and never trained.
+            return F.linear(x, weight)[..., :self.config.vocab_size]
+        with_grad = torch.is_grad_enabled() and reduction == 'mean'
+        losses = LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), self.config.vocab_size,
+                                          with_grad, self.chunk_loss)
+        if reduction == 'none':
+            return losses.detach().view(targets.shape)
+        return losses.sum() / (targets >= 0).sum()
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
+        """
+        idx (B, T >= 1), the prompt -> (B, T + new), prompt included. Temperature 0 takes the likeliest token; top_k
+        keeps the k likeliest (None, 0 or k >= V: all). Stops when the sequence reaches block_size: the result is then
+        shorter than asked for. A prompt longer than block_size is a ValueError.
+        """
+        room = self.config.block_size - idx.size(1)
+        if room < 0:
+            raise ValueError(f"the prompt has {idx.size(1)} tokens, more than block_size = {self.config.block_size}")
+        was_training = self.training
+        self.eval()
+        try:
+            caches = [KVCache() for _ in self.blocks]
+            new = idx
+            for _ in range(min(max_new_tokens, room)):
+                logits = self(new, caches=caches)[:, -1].float()    # (B, V)
+                if temperature == 0:
+                    new = logits.argmax(-1, keepdim=True)
+                else:
+                    if top_k and top_k < logits.size(-1):
+                        kth = logits.topk(top_k).values[:, -1:]
+                        logits = logits.masked_fill(logits < kth, -math.inf)
+                    new = torch.multinomial((logits / temperature).softmax(-1), 1)
+                idx = torch.cat((idx, new), dim=1)
+            return idx
+        finally:
+            self.train(was_training)
+
+    def compile_parts(self):
+        """
+        torch.compile, in place (parameter names stay). The plain model compiles as a whole. With routing each sublayer
+        compiles on its own, since the sites between them each see one source more: one graph serves all layers.
+        """
+        self.chunk_loss = torch.compile(chunk_loss)
+        if self.config.H == 0:
+            self.hidden = torch.compile(self.hidden)
+        else:
+            for block in self.blocks:
+                block.attn.compile()
+                block.mlp.compile()
+
+    def parameter_groups(self, weight_decay):
+        """For AdamW: matrices decay; norm weights and the routing's queries and gains (vectors, a row a site) do not."""
+        matrices = [p for m in self.modules() if isinstance(m, (nn.Linear, nn.Embedding)) for p in m.parameters()]
+        chosen = set(matrices)
+        vectors = [p for p in self.parameters() if p not in chosen]
+        return [{'params': matrices, 'weight_decay': weight_decay}, {'params': vectors, 'weight_decay': 0.0}]
+
+    def count_parameters(self):
+        """(embedding, rest): a tied embedding counts once; padding rows are not counted."""
+        copies = 1 if self.config.tie_embeddings else 2
+        padding = copies * (self.config.padded_vocab - self.config.vocab_size) * self.config.n_embd
+        embedding = copies * self.config.vocab_size * self.config.n_embd
+        return embedding, sum(p.numel() for p in self.parameters()) - embedding - padding
+
+    def flops_per_token(self):
+        """
+        FLOPs of one training step per token, forward and backward: 6 a parameter (the tied embedding once, as the
+        head), and 6 * n_layer * n_embd * block_size for causal attention, which sees half of the block on average.
+        Routing is left out on purpose: MFU then compares H = 0, 1 and k as tokens a second do.
+        """
+        c = self.config
+        return 6 * sum(self.count_parameters()) + 6 * c.n_layer * c.n_embd * c.block_size
+
+    def describe(self):
+        c, (embedding, rest) = self.config, self.count_parameters()
+        kind = {0: 'plain residual', 1: 'AttnRes'}.get(c.H, 'MHAR')
+        return (f"{kind} (H={c.H}), {c.n_layer} layers, width {c.n_embd}: {(embedding + rest) / 1e6:.2f}M parameters = "
+                f"{embedding / 1e6:.2f}M embedding + {rest / 1e6:.2f}M rest")
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint, device='cpu'):
+        """A model from what train.py saved (the dictionary in OUT/ckpt.pt)."""
+        model = cls(Config(**checkpoint['model_config'])).to(device)
+        model.load_state_dict(checkpoint['model'])
+        return model

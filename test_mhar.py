@@ -1,0 +1,872 @@
+"""
+Tests by property: what must hold whatever the weights and the data are. `pytest` runs them on a CPU in a few minutes.
+"""
+import base64
+import gzip
+import hashlib
+import http.server
+import json
+import lzma
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import data
+import eval as evaluation
+import model as mhar
+import train
+from model import Config, ConfigError, KVCache, PRESETS, Transformer, route, route_weights
+
+HERE = Path(__file__).parent
+torch.set_num_threads(1)    # models this small only lose by more
+ALL_H = [0, 1, 2, 8]
+
+
+def small_config(H=2, **changes):
+    shape = dict(vocab_size=61, block_size=24, n_layer=3, n_head=4, n_kv_head=2, n_embd=32, ffn_dim=48)
+    return Config(**shape | changes, H=H)
+
+
+def small_model(H=2, seed=0, **changes):
+    """A float64 model whose queries, gains and norms are random: at zero queries too little would be tested."""
+    torch.manual_seed(seed)
+    model = Transformer(small_config(H, **changes)).double()
+    for name, p in model.named_parameters():
+        if name == 'queries':
+            torch.nn.init.normal_(p, std=1.0)
+        elif p.dim() == 1 or name == 'gains':
+            torch.nn.init.normal_(p, mean=1.0, std=0.3)
+        else:
+            p.data.mul_(5)
+    return model
+
+
+def tokens(*shape, seed=0, vocab_size=61):
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def random_site(N=5, D=24, seed=0):
+    """sources (N, 2, 3, D), query and gain (D,)"""
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((N, 2, 3, D), (D,), (D,))]
+
+
+# ---- routing ----
+
+@pytest.mark.parametrize('H', [1, 2, 8])
+def test_zero_queries_compute_the_plain_transformer(H):
+    # Equal weights read the mean of the sources, 1/n of the residual stream; the next norm removes the 1/n.
+    plain, routed = small_model(0, norm_eps=0.0), small_model(H, norm_eps=0.0)
+    routed.load_state_dict(plain.state_dict(), strict=False)
+    torch.nn.init.zeros_(routed.queries)
+    assert (routed(tokens(2, 20)) - plain(tokens(2, 20))).abs().max() < 1e-12
+
+
+def test_zero_queries_are_the_default_and_init_std_is_used():
+    assert Transformer(small_config()).queries.abs().max() == 0
+    assert 0.015 < Transformer(small_config(query_init_std=0.02)).queries.std() < 0.025
+
+
+def test_H1_is_attention_residuals():
+    # An independent AttnRes, straight from its formula, one token at a time.
+    sources, query, gain = random_site()
+    read = route(sources, query, gain, H=1, eps=1e-6)
+    for b in range(2):
+        for t in range(3):
+            s = sources[:, b, t]                                    # (N, D)
+            keys = s / (s.pow(2).mean(1, keepdim=True) + 1e-6).sqrt() * gain
+            torch.testing.assert_close(read[b, t], torch.softmax(keys @ query, 0) @ s, rtol=1e-12, atol=1e-12)
+
+
+def test_each_head_is_attention_residuals_on_its_slice_with_full_width_norm():
+    sources, query, gain = random_site()
+    read = route(sources, query, gain, H=3, eps=1e-6)
+    keys = F.rms_norm(sources, (24,), gain, eps=1e-6)
+    for h in range(3):
+        cols = slice(8 * h, 8 * h + 8)
+        alpha = (keys[..., cols] @ query[cols]).softmax(0)          # (N, B, T)
+        torch.testing.assert_close(read[..., cols], (alpha[..., None] * sources[..., cols]).sum(0))
+
+
+def test_permuting_heads_permutes_the_read():
+    sources, query, gain = random_site()
+    order = torch.arange(24).view(4, 6)[[2, 0, 3, 1]].flatten()
+    read = route(sources, query, gain, H=4)
+    torch.testing.assert_close(route(sources[..., order], query[order], gain[order], H=4), read[..., order])
+
+
+def test_one_source_is_the_identity_and_lists_equal_tensors():
+    sources, query, gain = random_site()
+    assert torch.equal(route(sources[:1], query, gain, H=4), sources[0])
+    assert torch.equal(route(list(sources), query, gain, H=4), route(sources, query, gain, H=4))
+
+
+def test_weights_sum_to_one_and_are_fp32_for_bf16_sources():
+    sources, query, gain = random_site()
+    assert (route_weights(sources, query, gain, 4).sum(0) - 1).abs().max() < 1e-12
+    weights = route_weights(sources.bfloat16(), query.float(), gain.float(), 4)
+    assert weights.dtype == torch.float32 and weights.shape == (5, 2, 3, 4)
+    assert route(sources.bfloat16(), query.float(), gain.float(), 4).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize('H', ALL_H)
+def test_the_last_read_includes_the_last_sublayer(H):
+    model = small_model(H)
+    before = model(tokens(1, 8))
+    torch.nn.init.normal_(model.blocks[-1].mlp.down.weight)
+    assert (model(tokens(1, 8)) - before).abs().max() > 1e-3
+
+
+def test_every_query_and_gain_gets_a_gradient_once_there_is_a_choice():
+    model = small_model(2)
+    model(tokens(2, 20), tokens(2, 20, seed=1)).backward()
+    for p in (model.queries, model.gains):
+        assert (p.grad[0] == 0).all()               # site 0 has one source: nothing to choose
+        assert (p.grad[1:].abs().sum(1) > 0).all()
+
+
+# ---- the model ----
+
+@pytest.mark.parametrize('H', ALL_H)
+def test_no_future_token_changes_an_earlier_logit(H):
+    model, idx = small_model(H), tokens(1, 16)
+    changed = idx.clone()
+    changed[0, 9:] = (changed[0, 9:] + 1) % 61
+    before, after = model(idx), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9])
+    assert (before[:, 9:] - after[:, 9:]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize('H', ALL_H)
+def test_cached_logits_equal_the_full_forward_at_every_step(H):
+    model, idx = small_model(H), tokens(2, 24)
+    full = model(idx)
+    caches = [KVCache() for _ in model.blocks]
+    for start, end in [(0, 5), (5, 6), (6, 9)] + [(i, i + 1) for i in range(9, 24)]:    # prompt, pieces, single tokens
+        part = model(idx[:, start:end], caches=caches)
+        torch.testing.assert_close(part, full[:, start:end], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize('H', [0, 2])
+def test_greedy_generation_is_the_argmax_of_the_full_forward(H):
+    model, prompt = small_model(H), tokens(2, 4)
+    out = model.generate(prompt, 10, temperature=0)
+    assert torch.equal(out[:, :4], prompt) and out.shape == (2, 14)
+    assert torch.equal(out[:, 4:], model(out)[:, 3:-1].argmax(-1))
+
+
+def test_generation_settings():
+    model, prompt = small_model(), tokens(1, 3)
+    draw = lambda **kw: (torch.manual_seed(0), model.generate(prompt, 12, **kw))[1]
+    assert torch.equal(draw(top_k=None), draw(top_k=0)) and torch.equal(draw(top_k=None), draw(top_k=10_000))
+    assert torch.equal(draw(top_k=1), draw(temperature=0))
+    assert model.generate(prompt, 1000).shape == (1, 24), "stops at block_size"
+    with pytest.raises(ValueError, match='block_size = 24'):
+        model.generate(tokens(1, 25), 1)
+    for mode in (True, False):
+        model.train(mode).generate(prompt, 2)
+        assert model.training == mode
+
+
+def test_padding_rows_are_never_sampled_nor_trained():
+    model = small_model()
+    assert model.wte.weight.shape[0] == 64 and model(tokens(1, 4)).shape == (1, 4, 61)
+    model.wte.weight.data[61:] = 1e3      # a padding row that would win every argmax, if it could
+    reference = model(tokens(2, 20), tokens(2, 20, seed=1))
+    reference.backward()
+    assert (model.wte.weight.grad[61:] == 0).all()
+    model.wte.weight.data[61:] = 0
+    assert torch.equal(model(tokens(2, 20), tokens(2, 20, seed=1)), reference)
+
+
+@pytest.mark.parametrize('tie_embeddings', [True, False])
+def test_chunked_loss_equals_cross_entropy_in_value_and_every_gradient(monkeypatch, tie_embeddings):
+    monkeypatch.setattr(mhar.LinearCrossEntropy, 'CHUNK', 7)        # 40 tokens: five chunks and a rest
+    model, idx, targets = small_model(tie_embeddings=tie_embeddings), tokens(2, 20), tokens(2, 20, seed=1)
+    targets[0, 3:11] = -1                                           # one chunk is ignored nearly whole
+    loss = model(idx, targets)
+    reference = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    torch.testing.assert_close(loss, reference, rtol=1e-13, atol=0)
+    for (name, p), got, want in zip(model.named_parameters(), torch.autograd.grad(3 * loss, model.parameters()),
+                                    torch.autograd.grad(3 * reference, model.parameters())):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12, msg=name)
+    every = model(idx, targets, reduction='none')
+    assert every.shape == (2, 20) and (every[0, 3:11] == 0).all()
+    torch.testing.assert_close(every.sum() / 32, reference)
+
+
+@pytest.mark.parametrize('H', [0, 2])
+def test_activation_checkpointing_changes_nothing(H):
+    model, gradients = small_model(H), []
+    for model.checkpoint_sublayers in (False, True):
+        model.zero_grad()
+        model(tokens(2, 20), tokens(2, 20, seed=1)).backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+@pytest.mark.parametrize('H', ALL_H)
+def test_two_runs_are_bit_identical(H):
+    gradients = []
+    for _ in range(2):
+        model = small_model(H).float()
+        model(tokens(2, 20), tokens(2, 20, seed=1)).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+def test_parameter_counts():
+    count = lambda H: sum(Transformer(small_config(H)).count_parameters())
+    N, D = 7, 32
+    assert count(1) == count(2) == count(8) == count(0) + 2 * N * D
+    with torch.device('meta'):
+        shapes = {name: Transformer(replace(config, H=-1)) for name, config in PRESETS.items()}
+        plain = Transformer(replace(PRESETS['350m'], H=0))
+    assert sum(p.numel() for p in shapes['350m'].parameters()) - sum(p.numel() for p in plain.parameters()) == 100_352
+    assert [round(sum(shapes[name].count_parameters()) / 1e6, 1) for name in ('100m', '350m', '1b')] == [63.5, 429.1, 949.4]
+    assert all(model.config.H == model.config.n_kv_head for model in shapes.values())
+
+
+def test_all_H_of_one_seed_start_from_the_same_weights():
+    states = [small_model(H).state_dict() for H in (0, 2)]
+    torch.manual_seed(5); plain = Transformer(small_config(0)).state_dict()
+    torch.manual_seed(5); routed = Transformer(small_config(2, query_init_std=0.02)).state_dict()
+    assert all(torch.equal(routed[name], p) for name, p in plain.items()) and len(states[1]) == len(states[0]) + 2
+
+
+@pytest.mark.parametrize('changes, words', [
+    (dict(H=3), 'H = 3: must be 0 or a divisor of n_embd = 32'),
+    (dict(H=-2), 'H = -2'),
+    (dict(n_kv_head=3), 'n_kv_head = 3: must be a divisor of n_head = 4'),
+    (dict(n_head=5, n_kv_head=5), 'n_head = 5: must be a divisor of n_embd = 32'),
+    (dict(n_embd=36), 'n_head = 4: must be such that n_embd / n_head is even'),
+    (dict(n_layer=0), 'n_layer = 0: must be a positive whole number'),
+    (dict(block_size=2.5), 'block_size = 2.5'),
+    (dict(query_init_std=-1.0), 'query_init_std = -1.0'),
+    (dict(router='magic'), "router = 'magic': must be one of auto, eager"),
+])
+def test_config_errors_name_field_value_and_what_is_allowed(changes, words):
+    with pytest.raises(ConfigError) as error:
+        small_config(**{'H': 2} | changes)
+    assert words in str(error.value)
+
+
+# ---- data ----
+
+ODD = "\x00\r\n\u00e9 e\u0301 \u4e2d\U0001f600\u202e\ufeff \u2028 \t\n<|endoftext|> \x7f" + "x" * 200
+
+
+def stream(folder, split):
+    return np.concatenate([data.open_shard(p) for p in data.list_shards(folder, split)])
+
+
+def contents(folder):
+    return {p.name: p.read_bytes() for p in Path(folder).iterdir()}
+
+
+def dataset(folder, n=1000, shard=137, vocab=50257):
+    """Both splits are the tokens 0 .. n-1, so that a token says where in the stream it is."""
+    folder.mkdir()
+    for split in ("train", "val"):
+        writer = data.ShardWriter(folder, split, vocab, shard)
+        writer.add(list(range(n)))
+        writer.close()
+    data.write_meta(folder, "gpt2", vocab)
+    return folder
+
+
+def complaint(capsys, *argv):
+    """The one line that a bad command prints, after any progress; checks the exit code."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as e:
+        data.main([str(a) for a in argv])
+    *progress, error = capsys.readouterr().err.strip().split("\n")
+    assert e.value.code == 2 and error.startswith("data.py: ") and all("MB/s" in line for line in progress)
+    return error
+
+
+def prepare(tmp_path, *paths, name="mine", **kw):
+    return data.prepare_files([str(p) for p in paths], name, **{"tokenizer": "bytes", "val_fraction": 0.5, **kw},
+                              out=tmp_path / "out")
+
+
+def test_byte_tokenizer_round_trip():
+    e = data.get_tokenizer("bytes")
+    assert e.n_vocab == 257 and e.eot_token == 256
+    assert bytes(e.encode_ordinary(ODD)) == ODD.encode()  # also: the special token's text is only text
+    lengths = data.token_bytes(e, 300)
+    assert lengths.tolist() == [1] * 256 + [0] * 44
+
+
+def test_ranks_file(tmp_path, capsys):
+    ranks, text = tmp_path / "r.tiktoken", tmp_path / "a.txt"
+    single = [bytes([b]) for b in range(256)]
+    def write(extra):
+        ranks.write_bytes(b"".join(base64.b64encode(t) + b" %d\n" % i for i, t in enumerate(single + extra)))
+    text.write_text("\n<|endoftext|>\n".join(f"hello {i}" for i in range(20)))
+    sizes = []
+    for extra in ([b"he", b"ll"], [b"he"]):  # the second time the same path has other content
+        write(extra)
+        folder = prepare(tmp_path, text, tokenizer=str(ranks), overwrite=True)
+        meta = data.read_meta(folder)
+        assert meta["tokenizer"] == f"tokenizer-{hashlib.sha256(ranks.read_bytes()).hexdigest()[:12]}.tiktoken"
+        e = data.get_tokenizer(meta["tokenizer"], folder)
+        assert meta["vocab_size"] == e.n_vocab == 257 + len(extra) and e.eot_token == 256 + len(extra)
+        assert sorted(e.decode(stream(folder, "train").tolist() + stream(folder, "val").tolist()).split(data.EOT)[1:]) \
+            == sorted(f"hello {i}" for i in range(20))
+        assert data.token_bytes(e, 300)[256] == 2 and data.token_bytes(e, 300).sum() == 256 + 2 * len(extra)
+        sizes.append(len(stream(folder, "train")))
+    assert sizes[0] < sizes[1]
+    ranks.write_bytes(b"YQ== 0\n")
+    assert "256 single bytes" in complaint(capsys, text, "--name", "b", "--tokenizer", ranks)
+    assert "bytes, gpt2, cl100k_base" in complaint(capsys, text, "--name", "b", "--tokenizer", "gpt3")
+
+
+@pytest.mark.parametrize("vocab, itemsize, magic", [(65536, 2, 20240520), (65537, 4, 20240801)])
+def test_shards_round_trip(tmp_path, vocab, itemsize, magic):
+    ids = np.random.default_rng(0).integers(0, vocab, 1000)
+    ids[0] = vocab - 1
+    writer = data.ShardWriter(tmp_path, "train", vocab, 300)
+    for part in np.split(ids, [7, 7, 500, 950]):
+        writer.add(part.tolist())
+    writer.close()
+    paths = data.list_shards(tmp_path, "train")
+    assert [len(data.open_shard(p)) for p in paths] == [300, 300, 300, 100]
+    assert (stream(tmp_path, "train") == ids).all() and len(list(tmp_path.iterdir())) == 4
+    raw = paths[3].read_bytes()
+    assert len(raw) == 1024 + 100 * itemsize
+    assert np.frombuffer(raw[:1024], "<i4").tolist() == [magic, 1 if itemsize == 2 else 7, 100] + [0] * 253
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[:-1], lambda b: b + b"x", lambda b: b[:700], lambda b: b"",
+                                    lambda b: b"abcd" + b[4:], lambda b: b[:4] + b"\x09" + b[5:]])  # magic, version
+def test_damaged_shard_is_named(tmp_path, capsys, damage):
+    folder = dataset(tmp_path / "d", n=250, shard=70)
+    path = folder / "train_000003.bin"
+    path.write_bytes(damage(path.read_bytes()))
+    assert str(path) in complaint(capsys, folder, "--overwrite", "--tokenizer", "bytes")
+    with pytest.raises(data.DataError, match="train_000003.bin"):
+        data.Windows(folder, "train", 10)
+
+
+def test_stdlib(tmp_path, monkeypatch):
+    lib = tmp_path / "lib"
+    def source(i):  # file 0 is several pieces
+        return "".join(f"# file {i} line {j}\n" for j in range(20000 if i == 0 else 1))
+    for i in range(80):
+        name = ["mod{}.py", "pkg/mod{}.py", "site-packages/x{}.py", "pkg/tests/x{}.py"][i % 4].format(i)
+        (lib / name).parent.mkdir(parents=True, exist_ok=True)
+        (lib / name).write_text(source(i))
+    monkeypatch.setattr(data.sysconfig, "get_path", lambda name: str(lib))
+    a, b = data.prepare_stdlib(tmp_path / "a"), data.prepare_stdlib(tmp_path / "b")
+    assert contents(a) == contents(b) and data.prepare_stdlib(tmp_path / "a") == a
+    text = {s: bytes(t if t < 256 else 0 for t in stream(a, s)).split(b"\0")[1:] for s in ("train", "val")}
+    assert len(text["train"]) + len(text["val"]) == 40 and text["val"]  # each file once and whole
+    assert sorted(text["train"] + text["val"]) == \
+        sorted(source(i).encode() for i in range(80) if i % 4 < 2)
+
+
+def test_formats_agree(tmp_path):
+    docs = [f"document {i}\nof two lines{'.' * i}" for i in range(60)] + ["a\n<|endoftext|> b\n" * 20000]
+    txt = ("\n<|endoftext|>\n".join(docs[:30] + ["", " \n\t"] + docs[30:]) + "\n").encode()  # blank ones: skipped
+    jsonl = "".join(json.dumps({"text": d}) + "\n" for d in docs[:30] + ["", " \n"] + docs[30:]).encode()
+    for name, raw in (("t.txt", txt), ("j.jsonl", jsonl)):
+        for end, pack in (("", bytes), (".gz", gzip.compress), (".xz", lzma.compress)):
+            (tmp_path / (name + end)).write_bytes(pack(raw))
+    made = [contents(prepare(tmp_path, p, name=p.name)) for p in sorted(tmp_path.glob("*.*"))]
+    assert len(made) == 6 and all(m == made[0] for m in made)
+    both = np.concatenate([stream(tmp_path / "out/t.txt", s) for s in ("train", "val")])
+    assert (both == 256).sum() == len(docs) and len(both) == sum(map(len, docs)) + len(docs)
+    (tmp_path / "x.txt").write_text("\n<|endoftext|>\n".join(docs[40:]) + "\n")  # the split is not of the order
+    (tmp_path / "y.txt").write_text("\n<|endoftext|>\n".join(docs[:40]))
+    xy = prepare(tmp_path, tmp_path / "x.txt", tmp_path / "y.txt", name="xy")
+    assert all(sorted(stream(xy, s)) == sorted(stream(tmp_path / "out/t.txt", s)) for s in ("train", "val"))
+
+
+def test_special_text_in_jsonl_stays_text_and_lone_surrogates_pass(tmp_path):
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": f"\ud800{i}\n<|endoftext|>\nb"}) + "\n" for i in range(20)))
+    folder = prepare(tmp_path, tmp_path / "a.jsonl")
+    both = np.concatenate([stream(folder, s) for s in ("train", "val")])
+    assert (both == 256).sum() == 20 and len(both) == 10 * (3 + 1 + 16 + 1) + 10 * (3 + 2 + 16 + 1)
+
+
+@pytest.mark.parametrize("line", ["", "a line of text\n", "x" * data.PIECE + "<|endoftext|>\n"])
+def test_long_document_is_cut(tmp_path, line):
+    text = (line or "no line ends") * (4 if len(line) > 99 else 30000)
+    (tmp_path / "a.txt").write_text(text)
+    pieces = list(data.read_pieces([str(tmp_path / "a.txt")]))
+    assert "".join(t for _, t in pieces) == text.removesuffix("\n") and [f for f, _ in pieces] == [True] + [False] * (len(pieces) - 1)
+    assert all(len(t) <= data.PIECE for _, t in pieces) and len(pieces) < 12
+    assert line != "a line of text\n" or all(t.endswith("\n") for _, t in pieces[:-1])
+    folder = prepare(tmp_path, tmp_path / "a.txt", val_fraction=0.4)
+    assert sum((stream(folder, s) == 256).sum() for s in ("train", "val")) == 1  # only the first piece opens it
+
+
+def test_nothing_is_lost_when_prepare_fails(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    good, bad, one = Path("good.txt"), Path("bad.jsonl"), Path("one.txt")
+    good.write_text("\n<|endoftext|>\n".join(map(str, range(90))))
+    bad.write_text('{"text": "fine"}\n{"text": 3}\n')
+    one.write_text("one document")
+    Path("cut.txt.gz").write_bytes(gzip.compress(bytes(range(64)) * 999)[:-20])
+    Path("latin.txt").write_bytes(b"caf\xe9")
+    mine = ["--name", "mine", "--tokenizer", "bytes"]
+    data.main(["good.txt", *mine, "--val_fraction", "0.3"])
+    before = contents("data/mine")
+    for argv, words in [(["good.txt"], "already there"), (["good.txt", "bad.jsonl", "--overwrite"], "bad.jsonl line 2"),
+                        (["one.txt", "--overwrite"], "1 pieces of text fell into val: raise --val_fraction"),
+                        (["cut.txt.gz", "--overwrite"], "cut.txt.gz"), (["latin.txt", "--overwrite"], "latin.txt"),
+                        (["nothing*", "--overwrite"], "nothing*"), (["good.txt", "--val_fraction", "2"], "between 0 and 1"),
+                        (["good.txt", "--shards", "2"], "takes no --shards"), (["data"], "--name")]:
+        assert words in complaint(capsys, *argv, *mine)
+    assert "no path" in complaint(capsys, "good.txt", "--name", "..", "--tokenizer", "bytes", "--overwrite")
+    rename = Path.rename
+    with monkeypatch.context() as m:  # the last rename fails, when the old dataset has been moved away
+        m.setattr(Path, "rename", lambda p, to: Path("no/such").stat() if p.suffix == ".tmp" else rename(p, to))
+        assert "no/such" in complaint(capsys, "good.txt", *mine, "--overwrite", "--val_fraction", "0.6")
+    with monkeypatch.context() as m:  # Ctrl-C in the last moment
+        m.setattr(data, "write_meta", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt()))
+        with pytest.raises(SystemExit):
+            data.main(["good.txt", *mine, "--overwrite", "--val_fraction", "0.6"])
+    assert contents("data/mine") == before and [p.name for p in Path("data").iterdir()] == ["mine"]
+    data.main(["good.txt", *mine, "--overwrite", "--val_fraction", "0.6"])
+    assert contents("data/mine") != before and [p.name for p in Path("data").iterdir()] == ["mine"]
+    Path("data/notes").mkdir()
+    assert "leaves it alone" in complaint(capsys, "good.txt", *mine, "--name", "notes", "--overwrite")
+
+
+def test_folder_of_shards_and_meta(tmp_path, capsys, monkeypatch):
+    folder = dataset(tmp_path / "d", vocab=257)
+    assert data.read_meta(folder) == {"tokenizer": "gpt2", "vocab_size": 257, "train_tokens": 1000, "val_tokens": 1000}
+    assert "already there" in complaint(capsys, folder)
+    (folder / "meta.json").unlink()
+    for name, words in (("d", "d --tokenizer gpt2"), ("stdlib", "python data.py stdlib"), ("x", "--name x")):
+        with pytest.raises(data.DataError, match=words):
+            data.read_meta(tmp_path / name)
+    assert "token 273, but bytes has only 257" in complaint(capsys, folder, "--tokenizer", "bytes")  # the largest of shard 1
+    assert not (folder / "meta.json").exists()
+    dataset(tmp_path / "e", n=200)
+    shards = contents(tmp_path / "e")
+    data.main([str(tmp_path / "e"), "--tokenizer", "bytes", "--overwrite"])
+    assert {k: v for k, v in contents(tmp_path / "e").items() if k != "meta.json"} == {k: shards[k] for k in shards if k != "meta.json"}
+    assert data.read_meta(tmp_path / "e")["tokenizer"] == "bytes"
+
+
+@pytest.mark.parametrize("n, block, shard", [(1000, 37, 137), (1000, 37, 11), (112, 37, 1), (38, 37, 100), (39, 37, 38)])
+def test_windows(tmp_path, n, block, shard):
+    folder = dataset(tmp_path / "d", n, shard)
+    w = data.Windows(folder, "val", block)
+    rows = [w[i] for i in range(len(w))]
+    assert all(r.dtype == np.int64 and (r == np.arange(r[0], r[0] + block + 1)).all() for r in rows)
+    targets = np.concatenate([r[1:] for r in rows])
+    assert sorted(set(targets)) == list(range(1, n)) and len(targets) - (n - 1) < block  # only the last overlaps
+    with pytest.raises(IndexError):
+        w[len(w)]
+    with pytest.raises(data.DataError, match=f"{n} tokens"):
+        data.Windows(folder, "val", n)
+    assert data.fixed_windows(w, 0) == data.fixed_windows(w, 10**6) == list(range(len(w)))
+    some = data.fixed_windows(w, max(len(w) // 3, 1))
+    assert len(set(some)) == len(some) == max(len(w) // 3, 1) and data.fixed_windows(w, len(some)) == some
+    assert np.ptp(np.diff(some)) <= 1 and some[-1] >= len(w) // 2 if len(some) > 1 else some == [0]
+    w.vocab_size = 20
+    with pytest.raises(data.DataError, match=str(folder)):
+        w[0]
+
+
+def test_loader(tmp_path):
+    w = data.Windows(dataset(tmp_path / "d"), "train", 30)  # 34 windows
+    def take(steps, n, world=1, position=0, seed=1):
+        """The x of all ranks, in the order of their global positions; the sum of the hashes; position."""
+        loaders = [data.Loader(w, seed, r, world) for r in range(world)]
+        out = []
+        for loader in loaders:
+            loader.position = position
+        for _ in range(steps):
+            xy = [loader.next_batch(n) for loader in loaders]
+            assert all(x.shape == (n, 30) and (x[:, 1:] == y[:, :-1]).all() and (y - x == 1).all() for x, y in xy)
+            out += [xy[k % world][0][k // world, 0].item() for k in range(n * world)]
+        assert len({loader.position for loader in loaders}) == 1
+        return out, sum(loader.batch_hash for loader in loaders) % 2**53, loaders[0].position
+    base = take(20, 4)  # 80 windows: 2 epochs of 34, 12 more; no batch size divides 34
+    for steps, n, world in ((80, 1, 1), (5, 16, 1), (1, 80, 1), (10, 4, 2), (40, 1, 2), (4, 5, 4), (20, 1, 4)):
+        assert take(steps, n, world) == base
+    starts = sorted(min(i * 30, 969) for i in range(34))
+    assert sorted(base[0][:34]) == sorted(base[0][34:68]) == starts and base[0][:34] != base[0][34:68]
+    assert take(7, 4, position=52)[0] == base[0][52:] and base[2] == 80
+    assert take(20, 4, seed=2)[1] != base[1] and take(20, 4, seed=2)[0] != base[0]
+    loader = data.Loader(w, 1)
+    loader.batch_hash = 5
+    loader.next_batch(4)
+    assert type(loader.batch_hash) is int and loader.batch_hash == (take(1, 4)[1] + 5) % 2**53
+
+SHARD = np.array([20240520, 1, 50000] + [0] * 253, "<i4").tobytes() + np.arange(50000, dtype="<u2").tobytes()
+
+
+@pytest.fixture
+def server(monkeypatch, tmp_path):
+    """A server whose `answer(handler, start)` a test sets; `log` holds (path, headers) of each request."""
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            s.log.append((self.path, dict(self.headers)))
+            start = int(self.headers.get("Range", "bytes=0-")[6:-1])
+            s.answer(self, start)
+        def send(self, code, body=b"", length=None, **headers):
+            self.send_response(code)
+            for k, v in {"Content-Length": len(body) if length is None else length, **headers}.items():
+                self.send_header(k.replace("_", "-"), str(v))
+            self.end_headers()
+            self.wfile.write(body)
+        def send_range(self, start, end=None):
+            if start >= len(SHARD):
+                return self.send(416, Content_Range=f"bytes */{len(SHARD)}")
+            extra = {"Content_Range": f"bytes {start}-{len(SHARD) - 1}/{len(SHARD)}"} if start else {}
+            self.send(206 if start else 200, SHARD[start:end], len(SHARD) - start, **extra)
+        def log_message(self, *args): pass
+    servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
+    for s in servers:
+        threading.Thread(target=s.serve_forever, args=(0.01,), daemon=True).start()
+    s = servers[0]
+    s.log, s.answer, s.other = [], lambda h, start: h.send_range(start), servers[1].server_port
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{s.server_port}/")
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
+    monkeypatch.setattr(data, "RETRY_SECONDS", 0)
+    monkeypatch.chdir(tmp_path)
+    yield s
+    for x in servers:
+        x.shutdown()
+        x.server_close()
+
+
+def fineweb():
+    data.main(["fineweb-edu", "--shards", "1"])
+    got = contents("data/fineweb-edu")
+    assert sorted(got) == ["meta.json", "train_000001.bin", "val_000000.bin"]
+    assert got["train_000001.bin"] == got["val_000000.bin"] == SHARD
+
+
+def test_download_and_rerun(server):
+    fineweb()
+    assert data.read_meta("data/fineweb-edu") == {"tokenizer": "gpt2", "vocab_size": 50257, "train_tokens": 50000, "val_tokens": 50000}
+    base = "/datasets/karpathy/fineweb-edu-100B-gpt2-token-shards/resolve/main/edu_fineweb_"
+    assert [p for p, _ in server.log] == [base + "val_000000.bin", base + "train_000001.bin"]
+    assert all(h["Authorization"] == "Bearer secret" for _, h in server.log)
+    fineweb()
+    assert len(server.log) == 2
+
+
+def test_download_goes_on_after_lost_connections(server):
+    server.answer = lambda h, start: h.send_range(start, start + 40000)  # closes before what it promised
+    fineweb()
+    assert [h.get("Range") for _, h in server.log] == [None, "bytes=40000-", "bytes=80000-"] * 2
+
+
+def test_download_starts_again_if_ranges_are_ignored(server):
+    server.answer = lambda h, start: h.send(200, SHARD if len(server.log) % 2 == 0 else SHARD[:999], len(SHARD))
+    fineweb()
+    assert len(server.log) == 4
+
+
+def test_download_with_an_old_part(server):
+    Path("data/fineweb-edu").mkdir(parents=True)
+    Path("data/fineweb-edu/val_000000.bin.part").write_bytes(SHARD)  # whole: 416 says so
+    Path("data/fineweb-edu/train_000001.bin.part").write_bytes(SHARD + b"too long")
+    fineweb()
+    assert len(server.log) == 3
+
+
+@pytest.mark.parametrize("answer, requests, words", [
+    (lambda h, s: h.send(200, SHARD[:5000], len(SHARD)), 6, "5000 of"),  # promises more than it ever sends
+    (lambda h, s: h.send(200, SHARD[:5000]), 1, "truncated"),  # does not even promise it
+    (lambda h, s: h.send(200, b"<html>" * 999), 1, "magic"), (lambda h, s: h.send(404), 1, "404"),
+    (lambda h, s: h.send(401), 1, "HF_TOKEN"), (lambda h, s: h.send(503), 6, "503")])
+def test_download_that_fails(server, capsys, answer, requests, words):
+    server.answer = answer
+    with pytest.raises(SystemExit):
+        data.main(["fineweb-edu"])
+    assert words in capsys.readouterr().err.strip().split("\n")[-1]
+    assert len(server.log) == requests and not list(Path("data").rglob("*.bin"))
+
+
+def test_download_tries_again_when_the_server_is_busy(server):
+    server.answer = lambda h, start: h.send_range(start) if len(server.log) % 3 == 0 else h.send(503 if len(server.log) % 3 == 1 else 429)
+    fineweb()
+    assert len(server.log) == 6
+
+
+def test_token_does_not_follow_a_redirect(server):
+    elsewhere = lambda h: h.send(302, Location=f"http://localhost:{server.other}/elsewhere")
+    server.answer = lambda h, start: h.send_range(start) if h.path == "/elsewhere" else elsewhere(h)
+    fineweb()
+    assert [("Authorization" in h) for p, h in server.log] == [True, False] * 2
+
+
+def test_shakespeare(server, monkeypatch):
+    text = "To be, or not to be\n" * 5000
+    server.answer = lambda h, start: h.send(200, text.encode())
+    monkeypatch.setattr(data, "SHAKESPEARE", f"http://127.0.0.1:{server.server_port}/input.txt")
+    data.main(["shakespeare"])
+    assert bytes(stream("data/shakespeare", "train")[1:].tolist()) + bytes(stream("data/shakespeare", "val")[1:].tolist()) == text.encode()
+    assert data.read_meta("data/shakespeare")["val_tokens"] == 10001 and "Authorization" not in server.log[0][1]
+
+
+# ---- training ----
+
+@pytest.fixture(scope='module')
+def text_data(tmp_path_factory):
+    """A small dataset of real text: this repository's own sources, as bytes."""
+    folder = tmp_path_factory.mktemp('data')
+    sources = ''.join((HERE / name).read_text() for name in ('model.py', 'train.py', 'eval.py'))
+    (folder / 'own.txt').write_text('\n<|endoftext|>\n'.join(sources.split('\n\n\n')))
+    return str(data.prepare_files([str(folder / 'own.txt')], 'own', 'bytes', val_fraction=0.3, out=folder))
+
+
+TINY = ['--n_layer=2', '--n_embd=32', '--n_head=4', '--n_kv_head=2', '--ffn_dim=48', '--block_size=32', '--batch=8',
+        '--lr=1e-2', '--eval_windows=8', '--log_interval=1']
+
+
+def run_train(text_data, out, *flags):
+    train.main(TINY + [f'--data={text_data}', f'--out={out}', *flags])
+    return evaluation.read_log(out)
+
+
+def losses(log, kind='train'):
+    return [r['loss' if kind == 'train' else 'val_loss'] for r in log if r['kind'] == kind]
+
+
+def checkpoint(out):
+    return torch.load(Path(out, 'ckpt.pt'), weights_only=True)
+
+
+def same(a, b):
+    """Equal bit for bit, through nested dictionaries and lists of tensors and plain values."""
+    if torch.is_tensor(a):
+        return torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b
+
+
+def refused(capsys, *flags):
+    """What train.py prints when it refuses these flags: one line, with a non-zero exit."""
+    with pytest.raises(SystemExit) as end:
+        train.main(list(flags))
+    assert end.value.code not in (0, None)
+    return capsys.readouterr().err.strip().splitlines()[-1]
+
+
+def test_training_learns_and_writes_what_it_says(text_data, tmp_path, capsys):
+    log = run_train(text_data, tmp_path / 'run', '--steps=200', '--save_interval=200')
+    share = np.bincount(data.open_shard(data.list_shards(text_data, 'val')[0])) / data.read_meta(text_data)['val_tokens']
+    entropy = -sum(p * math.log(p) for p in share if p > 0)         # knowing only how frequent each byte is
+    assert losses(log)[0] == pytest.approx(math.log(257), abs=0.2) and losses(log, 'final')[0] < entropy - 0.15
+    header, last = log[0], [r for r in log if r['kind'] == 'train'][-1]
+    assert header['torch'] == torch.__version__ and header['flags']['lr'] == 0.01 and header['model_config']['H'] == 2
+    assert last['step'] == 200 and last['lr'] == pytest.approx(0.001, rel=0.01) and last['mfu'] is None
+    assert log[-1]['val_bpb'] == pytest.approx(log[-1]['val_loss'] / math.log(2), rel=1e-2)    # bytes are the tokens
+    printed = capsys.readouterr().out
+    assert 'bits per byte' in printed and 'sample: ' in printed and 'parameters' in printed
+    saved = checkpoint(tmp_path / 'run')
+    assert saved['step'] == 200 and saved['tokens'] == 200 * 8 * 32
+    assert not any('_orig_mod' in name or name.startswith('module.') for name in saved['model'])
+
+
+def test_the_same_batches_whatever_H(text_data, tmp_path):
+    logs = [run_train(text_data, tmp_path / f'H{H}', '--steps=4', f'--H={H}') for H in (0, 1, 2)]
+    hashes = [[r['batch_hash'] for r in log if r['kind'] == 'train'] for log in logs]
+    assert hashes[0] == hashes[1] == hashes[2] and len(set(hashes[0])) == 4
+    assert len({tuple(losses(log)) for log in logs}) == 3
+
+
+@pytest.mark.parametrize('H', [0, 2])
+def test_resume_continues_bit_for_bit(text_data, tmp_path, H):
+    whole, halves = tmp_path / 'whole', tmp_path / 'halves'
+    log = run_train(text_data, whole, f'--H={H}', '--steps=8')
+    run_train(text_data, halves, f'--H={H}', '--steps=8', '--stop_at=4')
+    assert checkpoint(halves)['step'] == 4
+    resumed = run_train(text_data, halves, '--resume')
+    assert losses(resumed) == losses(log) and losses(resumed, 'final') == losses(log, 'final')
+    a, b = checkpoint(whole), checkpoint(halves)
+    assert all(same(a[key], b[key]) for key in ('model', 'optimizer', 'rng', 'position', 'batch_hash', 'step'))
+
+
+def test_resume_after_a_crash_drops_what_will_happen_again(text_data, tmp_path):
+    out = tmp_path / 'run'
+    log = run_train(text_data, out, '--steps=8', '--stop_at=4')
+    with open(out / 'log.jsonl', 'a') as f:     # the crashed process had logged a step more than it had saved
+        f.write(json.dumps({'kind': 'train', 'step': 5, 'loss': 99.0}) + '\n')
+    assert losses(run_train(text_data, out, '--resume'))[:4] == losses(log) and 99.0 not in losses(evaluation.read_log(out))
+
+
+def test_accumulation_equals_one_large_batch(text_data, tmp_path):
+    logs = [run_train(text_data, tmp_path / str(m), '--steps=3', f'--micro_batch={m}') for m in (8, 2)]
+    assert losses(logs[0]) == pytest.approx(losses(logs[1]), abs=1e-5)
+    assert [r['batch_hash'] for r in logs[0] if r['kind'] == 'train'] == [r['batch_hash'] for r in logs[1] if r['kind'] == 'train']
+
+
+def test_two_processes_equal_one(text_data, tmp_path):
+    one = run_train(text_data, tmp_path / 'one', '--steps=3')
+    flags = TINY + [f'--data={text_data}', f'--out={tmp_path}/two', '--steps=3', '--micro_batch=2']
+    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+                    str(HERE / 'train.py'), *flags], check=True, capture_output=True,
+                   env=os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''})
+    two = evaluation.read_log(tmp_path / 'two')
+    assert losses(two) == pytest.approx(losses(one), abs=1e-5)
+    assert losses(two, 'final') == pytest.approx(losses(one, 'final'), abs=1e-5)
+    assert [r['batch_hash'] for r in two if r['kind'] == 'train'] == [r['batch_hash'] for r in one if r['kind'] == 'train']
+
+
+def test_a_non_finite_loss_stops_and_keeps_the_checkpoint(text_data, tmp_path):
+    run_train(text_data, tmp_path / 'run', '--steps=8', '--stop_at=2')
+    before = (tmp_path / 'run/ckpt.pt').read_bytes()
+    saved = checkpoint(tmp_path / 'run')
+    saved['model']['norm.weight'][0] = math.nan
+    torch.save(saved, tmp_path / 'run/ckpt.pt')
+    poisoned = (tmp_path / 'run/ckpt.pt').read_bytes()
+    with pytest.raises(SystemExit) as end:
+        run_train(text_data, tmp_path / 'run', '--resume')
+    assert 'step 3: loss nan' in str(end.value.code)
+    assert (tmp_path / 'run/ckpt.pt').read_bytes() == poisoned != before
+
+
+def test_ctrl_c_saves_and_exits(text_data, tmp_path):
+    out = tmp_path / 'run'
+    process = subprocess.Popen([sys.executable, str(HERE / 'train.py'), *TINY, f'--data={text_data}', f'--out={out}',
+                                '--steps=100000'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                               env=os.environ | {'CUDA_VISIBLE_DEVICES': ''})
+    while 'step 5/' not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    rest = process.communicate(timeout=60)[0]
+    assert process.returncode == 130 and '--resume goes on' in rest
+    assert checkpoint(out)['step'] == [r for r in evaluation.read_log(out) if r['kind'] == 'train'][-1]['step'] >= 5
+
+
+def test_saving_is_atomic(tmp_path, monkeypatch):
+    path = tmp_path / 'ckpt.pt'
+    train.save_checkpoint(path, {'step': 1})
+    def broken(checkpoint, f):
+        f.write(b'half')
+        raise OSError('disk full')
+    monkeypatch.setattr(torch, 'save', broken)
+    with pytest.raises(OSError):
+        train.save_checkpoint(path, {'step': 2})
+    assert torch.load(path, weights_only=True) == {'step': 1}
+
+
+def test_an_existing_run_is_never_overwritten_silently(text_data, tmp_path, capsys):
+    flags = [f'--data={text_data}', f'--out={tmp_path}/run', *TINY]
+    run_train(text_data, tmp_path / 'run', '--steps=2')
+    before = (tmp_path / 'run/ckpt.pt').read_bytes()
+    assert 'holds a run: --resume' in refused(capsys, *flags)
+    assert '--lr=0.5 cannot apply with --resume: the run has 0.01' in refused(capsys, '--resume', '--lr=0.5', f'--out={tmp_path}/run')
+    assert (tmp_path / 'run/ckpt.pt').read_bytes() == before
+    run_train(text_data, tmp_path / 'run', '--steps=1', '--overwrite')
+    assert checkpoint(tmp_path / 'run')['step'] == 1
+
+
+def test_flags_take_every_usual_form():
+    flags, given = train.parse_flags(['--lr=1', '--steps=1e3', '--tokens', '20_000', '--compile=false', '--resume',
+                                      '--H', '-1', '--weight_decay=0'])
+    assert (flags.lr, flags.steps, flags.tokens, flags.compile, flags.resume, flags.H) == (1.0, 1000, 20000, False, True, -1)
+    assert type(flags.lr) is float and type(flags.steps) is int and 'seed' not in given
+
+
+@pytest.mark.parametrize('flags, words', [
+    (['--n_layers=3'], 'nearest flag is --n_layer'),
+    (['--steps=1.5'], "invalid whole_number value: '1.5'"),
+    (['--preset=7b'], "preset = '7b': must be one of tiny, 100m, 350m, 1b"),
+    (['--H=3'], 'H = 3: must be 0 or a divisor of n_embd'),
+    (['--H=0', '--query_init_std=0.02'], '--query_init_std cannot apply'),
+    (['--steps=10', '--tokens=10'], 'give one'),
+    (['--batch=8', '--micro_batch=3'], 'micro_batch = 3'),
+    (['--lr=-1'], 'lr = -1.0: must be'),
+    (['--data=nowhere'], 'nowhere'),
+    (['--resume', '--out=nowhere'], 'there is no nowhere/ckpt.pt'),
+])
+def test_bad_flags_get_one_clear_line(tmp_path, monkeypatch, capsys, flags, words):
+    monkeypatch.chdir(tmp_path)
+    assert words in refused(capsys, *flags)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_learning_rate_schedule():
+    flags = train.Flags(lr=1.0, warmup=10, steps=110)
+    rates = [train.learning_rate(step, flags) for step in range(110)]
+    assert rates[0] == pytest.approx(0.1) and rates[9] == 1.0 and max(rates) == 1.0
+    assert rates[60] == pytest.approx(0.55) and rates[109] == pytest.approx(0.1, abs=1e-3)
+
+
+def test_decay_falls_on_matrices_only():
+    model = small_model(2)
+    decayed, rest = (group['params'] for group in model.parameter_groups(0.1))
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert len(decayed) + len(rest) == len(names)
+    assert {names[id(p)].split('.')[-2] for p in decayed} == {'wte', 'q', 'k', 'v', 'proj', 'gate', 'up', 'down'}
+    assert {'queries', 'gains'} < {names[id(p)] for p in rest}
+
+
+# ---- evaluation ----
+
+@pytest.fixture(scope='module')
+def runs(text_data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp('runs')
+    for H in (0, 2):
+        run_train(text_data, folder / f'H{H}', '--steps=20', f'--H={H}')
+    return [str(folder / 'H0'), str(folder / 'H2')]
+
+
+def test_two_evaluations_are_equal_and_agree_with_training(runs, capsys):
+    for _ in range(2):
+        evaluation.main(['val', runs[1], '--windows=8'])
+    first, second = capsys.readouterr().out.strip().splitlines()
+    assert first == second and f"val loss {evaluation.read_log(runs[1])[-1]['val_loss']:.4f}" in first
+
+
+def test_compare_pairs_the_runs(runs, tmp_path, capsys):
+    evaluation.main(['compare', *runs, f'--png={tmp_path}/curves.png'])
+    header, plain, mhar_row, note, *_ = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ['run', 'H'] and plain.split()[1] == '0' and mhar_row.split()[1] == '2'
+    assert plain.split()[-1] == mhar_row.split()[-1], "trained on the same batches"
+    device = torch.device('cpu')
+    differences = []
+    for run in runs:
+        model, saved = evaluation.load_run(run, device)
+        windows = data.Windows(saved['flags']['data'], 'val', 32)
+        differences.append(evaluation.window_losses(model, windows, range(len(windows)), 16, device).numpy())
+    difference = differences[1] - differences[0]
+    assert f'{difference.mean():+.4f}' in mhar_row
+    assert f'{difference.std(ddof=1) / len(difference) ** 0.5:.4f}' in mhar_row
+
+
+def test_sample_is_repeatable_and_continues_the_prompt(runs, capsys):
+    for seed in (0, 0, 1):
+        evaluation.main(['sample', runs[1], '--prompt=def ', '--tokens=12', f'--seed={seed}'])
+    lines = capsys.readouterr().out.split('def ')[1:]
+    assert lines[0] == lines[1] != lines[2]
+
+
+def test_a_checkpoint_meets_only_data_of_its_tokenizer(runs, tmp_path, capsys):
+    other = tmp_path / 'other'
+    folder = Path(checkpoint(runs[0])['flags']['data'])
+    other.mkdir()
+    for path in folder.iterdir():
+        (other / path.name).write_bytes(path.read_bytes())
+    meta = json.loads((other / 'meta.json').read_text())
+    (other / 'meta.json').write_text(json.dumps(meta | {'tokenizer': 'gpt2', 'vocab_size': 50257}))
+    with pytest.raises(SystemExit) as end:
+        evaluation.main(['val', runs[0], f'--data={other}'])
+    assert 'gpt2' in str(end.value.code) and 'bytes' in str(end.value.code)
+    assert 'gpt2' in refused(capsys, '--resume', f'--out={runs[0]}', f'--data={other}', '--steps=30')

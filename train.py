@@ -1,0 +1,510 @@
+"""
+Train a plain (H=0), AttnRes (H=1) or MHAR (H=k) Transformer.
+
+    python train.py                                         tiny MHAR on a laptop's CPU, a few minutes
+    python train.py --H=0                                   the same model without depth routing
+    python train.py --preset 100m --data data/fineweb-edu   the paper's 100M recipe, one GPU
+    torchrun --nproc_per_node=8 train.py --preset 1b ...    the same step, cut over 8 GPUs
+    python train.py ... --resume                            go on from OUT/ckpt.pt, bit for bit
+
+Writes OUT/ckpt.pt (torch.load(weights_only=True) reads it) and OUT/log.jsonl, one record a line. Ctrl-C saves and exits.
+"""
+import argparse
+import difflib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import platform
+import resource
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Optional, get_args
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import data
+from eval import bits_per_byte, check_tokenizer, sample_text, window_losses
+from model import PRESETS, Config, ConfigError, Transformer
+
+
+@dataclass
+class Flags:
+    preset: str = 'tiny'                    # shape and recipe: tiny, 100m, 350m or 1b
+    data: str = 'data/stdlib'               # a dataset folder made by data.py
+    out: Optional[str] = None               # where ckpt.pt and log.jsonl go; default out/PRESET-H<H>
+    resume: bool = False                    # go on from OUT/ckpt.pt
+    overwrite: bool = False                 # start anew in an OUT that holds a run
+    seed: int = 1337                        # of the weights and of the order of the batches
+
+    H: int = -1                             # routing heads: 0 plain, 1 AttnRes, k MHAR, -1 = n_kv_head
+    query_init_std: float = 0.0
+    router: str = 'auto'
+    block_size: Optional[int] = None        # these seven: the preset's, where not given
+    n_layer: Optional[int] = None
+    n_head: Optional[int] = None
+    n_kv_head: Optional[int] = None
+    n_embd: Optional[int] = None
+    ffn_dim: Optional[int] = None
+    rope_theta: Optional[float] = None
+
+    batch: Optional[int] = None             # sequences a step, over all processes; default the preset's
+    micro_batch: Optional[int] = None       # sequences a forward pass of one process; default the preset's
+    steps: Optional[int] = None             # default the preset's
+    tokens: Optional[int] = None            # instead of --steps
+    lr: Optional[float] = None              # peak learning rate; default the preset's
+    warmup: Optional[int] = None            # steps; default a tenth of --steps, 1,000 at most
+    min_lr: float = 0.1                     # where the cosine ends, as a fraction of lr
+    weight_decay: float = 0.1
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0                       # largest gradient norm; 0 = no clipping
+
+    dtype: str = 'auto'                     # compute in bf16 or fp32; auto = bf16 on GPUs that have it
+    compile: Optional[bool] = None          # torch.compile; default on a GPU where it works
+    checkpoint_sublayers: bool = False      # recompute activations in backward: less memory, slower
+    log_interval: int = 10                  # steps
+    eval_interval: Optional[int] = None     # steps; default a tenth of --steps; 0 = only at the end
+    eval_windows: int = 64                  # validation windows (fixed; 0 = all)
+    save_interval: Optional[int] = None     # steps; default a tenth of --steps
+    stop_at: Optional[int] = None           # save and exit after this step; the schedule still spans --steps
+    max_minutes: Optional[float] = None     # save and exit after this long
+    wandb: Optional[str] = None             # log to this Weights & Biases project as well
+
+
+# What the paper trains with (its recipe section): lr 1e-3 for all sizes, 20,000 steps. micro_batch suits 80 GB.
+RECIPES = {
+    'tiny': dict(batch=16, micro_batch=16, steps=400, lr=3e-3),
+    '100m': dict(batch=64, micro_batch=32, steps=20_000, lr=1e-3),
+    '350m': dict(batch=32, micro_batch=16, steps=20_000, lr=1e-3),
+    '1b': dict(batch=32, micro_batch=8, steps=20_000, lr=1e-3),
+}
+SHAPE = ('block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim', 'rope_theta')
+MAY_CHANGE_ON_RESUME = {'resume', 'out', 'data', 'steps', 'tokens', 'micro_batch', 'compile', 'checkpoint_sublayers',
+                        'log_interval', 'eval_interval', 'save_interval', 'stop_at', 'max_minutes', 'wandb', 'router'}
+PEAK_BF16_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12}    # dense
+
+
+# ---- flags ----
+
+def whole_number(text):
+    value = float(text.replace('_', ''))    # so that 1e3 and 20_000 are whole numbers too
+    if value != int(value):
+        raise ValueError
+    return int(value)
+
+
+def true_or_false(text):
+    if text.lower() not in ('true', 'false', '1', '0', 'yes', 'no'):
+        raise ValueError
+    return text.lower() in ('true', '1', 'yes')
+
+
+def parse_flags(argv):
+    """argv -> (Flags, the names that were given). `--lr=1`, `--lr 1e-3`, `--steps=1e3`, `--compile=false` all work."""
+    parser = argparse.ArgumentParser('train.py', usage='python train.py [--flag value | --flag=value] ...',
+                                     description=__doc__, epilog=inspect.getsource(Flags), allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    readers = {int: whole_number, float: float, bool: true_or_false, str: str}
+    for field in fields(Flags):
+        kind = (get_args(field.type) or (field.type,))[0]
+        bare = dict(nargs='?', const=True) if kind is bool else {}      # --resume means --resume=true
+        parser.add_argument('--' + field.name, type=readers[kind], default=argparse.SUPPRESS, metavar=kind.__name__,
+                            help=argparse.SUPPRESS, **bare)
+    given, unknown = parser.parse_known_args(argv)
+    if unknown:
+        nearest = difflib.get_close_matches(unknown[0].lstrip('-').split('=')[0], vars(Flags()), n=1, cutoff=0.0)
+        parser.error(f"unknown argument {unknown[0]}: the nearest flag is --{nearest[0]}; --help lists all")
+    return Flags(**vars(given)), set(vars(given))
+
+
+def complete(flags, given, world):
+    """Fills in what follows from the preset, and refuses what cannot apply."""
+    if flags.preset not in RECIPES:
+        raise ConfigError(f"preset = {flags.preset!r}: must be one of {', '.join(RECIPES)}")
+    recipe = RECIPES[flags.preset]
+    shape = replace(PRESETS[flags.preset], H=flags.H, **{k: getattr(flags, k) for k in SHAPE if getattr(flags, k)})
+    flags = replace(flags, **{k: getattr(shape, k) for k in SHAPE}, H=shape.H,
+                    **{k: v for k, v in recipe.items() if getattr(flags, k) is None})
+    if flags.tokens:
+        if 'steps' in given:
+            raise ConfigError("--steps and --tokens both say how long to train: give one")
+        flags.steps = math.ceil(flags.tokens / (flags.batch * flags.block_size))
+    for name in ('batch', 'micro_batch', 'steps', 'log_interval'):
+        if getattr(flags, name) < 1:
+            raise ConfigError(f"{name} = {getattr(flags, name)}: must be 1 or more")
+    for name in ('lr', 'clip', 'weight_decay', 'min_lr'):
+        if not 0 <= getattr(flags, name) < math.inf:
+            raise ConfigError(f"{name} = {getattr(flags, name)}: must be a number, 0 or more")
+    for name in ('query_init_std', 'router'):
+        if flags.H == 0 and name in given:
+            raise ConfigError(f"--{name} cannot apply: with H = 0 there is no routing")
+    if flags.wandb and not importlib.util.find_spec('wandb'):
+        raise ConfigError("--wandb needs the wandb package: pip install wandb")
+    if flags.dtype not in ('auto', 'bf16', 'fp32'):
+        raise ConfigError(f"dtype = {flags.dtype!r}: must be auto, bf16 or fp32")
+    if flags.batch % world:
+        raise ConfigError(f"batch = {flags.batch}: must be a multiple of the number of processes, {world}")
+    if 'micro_batch' not in given:
+        flags.micro_batch = math.gcd(flags.micro_batch, flags.batch // world)
+    if flags.batch % (flags.micro_batch * world):
+        raise ConfigError(f"micro_batch = {flags.micro_batch}: batch = {flags.batch} must be a multiple of "
+                          f"micro_batch x processes = {flags.micro_batch} x {world}")
+    flags.warmup = min(1000, flags.steps // 10) if flags.warmup is None else flags.warmup
+    for name in ('eval_interval', 'save_interval'):
+        if getattr(flags, name) is None:
+            setattr(flags, name, max(1, flags.steps // 10))
+    flags.out = flags.out or f'out/{flags.preset}-H{flags.H}'
+    return flags
+
+
+def merge_with_saved(flags, given, saved):
+    """On --resume the run keeps its own flags; only those that leave the batches and the recipe alone may change."""
+    for name in given - MAY_CHANGE_ON_RESUME:
+        if getattr(flags, name) != saved[name]:
+            raise ConfigError(f"--{name}={getattr(flags, name)} cannot apply with --resume: the run has {saved[name]}")
+    kept = {name: value for name, value in saved.items() if name not in given | {'stop_at', 'max_minutes', 'resume'}}
+    if given & {'steps', 'tokens'}:     # a new length plans the schedule anew
+        kept |= {name: None for name in ('steps', 'tokens', 'warmup', 'eval_interval', 'save_interval')
+                 if name not in given}
+    return replace(flags, **kept)
+
+
+def learning_rate(step, flags):
+    """Linear warm-up, then half a cosine down to min_lr x lr."""
+    if step < flags.warmup:
+        return flags.lr * (step + 1) / flags.warmup
+    progress = (step - flags.warmup) / max(1, flags.steps - flags.warmup)
+    return flags.lr * (flags.min_lr + (1 - flags.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+# ---- the machine ----
+
+def setup_device():
+    """-> (rank, processes, device). torchrun sets the environment; without it there is one process."""
+    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+    device = 'cpu'
+    if torch.cuda.is_available():
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision('high')
+    if world > 1:
+        dist.init_process_group('nccl' if device != 'cpu' else 'gloo')
+    return rank, world, torch.device(device)
+
+
+def compile_works(device):
+    """torch.compile pays on a GPU; there it needs Triton and compute capability 7.0."""
+    if device.type != 'cuda' or torch.cuda.get_device_capability(device) < (7, 0):
+        return False
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def memory_gib(device):
+    """Peak memory: what tensors took on a GPU, the process on a CPU."""
+    if device.type == 'cuda':
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == 'darwin' else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def machine_facts(device, world):
+    git = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=Path(__file__).parent,
+                         capture_output=True, text=True)
+    return {'python': platform.python_version(), 'torch': torch.__version__, 'processes': world,
+            'device': torch.cuda.get_device_name(device) if device.type == 'cuda' else platform.processor() or 'cpu',
+            'cuda': torch.version.cuda, 'git': git.stdout.strip() or None, 'command': ' '.join(sys.argv)}
+
+
+# ---- checkpoints and the log ----
+
+def save_checkpoint(path, checkpoint):
+    """Atomic: a crash while saving leaves the old checkpoint whole. Tensors and plain types only."""
+    temporary = path.with_suffix('.tmp')
+    with open(temporary, 'wb') as f:
+        torch.save(checkpoint, f)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(temporary, path)
+
+
+def as_line(record, steps):
+    """A record of the log as a person reads it."""
+    at = f"step {record['step']:,}/{steps:,}"
+    if record['kind'] == 'train':
+        mfu = f"{record['mfu']:.1%} MFU | " if record['mfu'] else ''
+        eta = f"{record['eta_s'] // 3600:.0f}:{record['eta_s'] // 60 % 60:02.0f}:{record['eta_s'] % 60:02.0f}"
+        return (f"{at} | loss {record['loss']:.4f} | lr {record['lr']:.2e} | norm {record['grad_norm']:.2f} | "
+                f"{record['tokens_per_s']:,.0f} tok/s | {mfu}{record['memory_gib']:.2f} GiB | ETA {eta}")
+    bits = f", {record['val_bpb']:.4f} bits per byte" if record['val_bpb'] else ''
+    return f"{at} | val loss {record['val_loss']:.4f} nats per token{bits}"
+
+
+class Log:
+    """OUT/log.jsonl, one record a line; the screen, one line that updates; and Weights & Biases if asked for."""
+
+    def __init__(self, flags, resumed_step=None):
+        self.flags, path, kept = flags, Path(flags.out, 'log.jsonl'), []
+        if resumed_step is not None and path.exists():      # what came after the checkpoint will happen again: drop it
+            kept = [line for line in path.read_text().splitlines() if json.loads(line)['step'] <= resumed_step]
+        path.write_text(''.join(line + '\n' for line in kept))
+        self.file = open(path, 'a', buffering=1)
+        self.wandb = None
+        if flags.wandb:
+            import wandb
+            self.wandb = wandb.init(project=flags.wandb, name=Path(flags.out).name, config=asdict(flags))
+
+    def __call__(self, record):
+        self.file.write(json.dumps(record) + '\n')
+        if record['kind'] == 'header':
+            return
+        if self.wandb:
+            self.wandb.log(record)
+        line = as_line(record, self.flags.steps)
+        if sys.stdout.isatty():
+            print('\r\033[K' + line, end='' if record['kind'] == 'train' else '\n', flush=True)
+        else:
+            print(line, flush=True)
+
+
+# ---- the run ----
+
+@dataclass
+class Run:
+    """What the functions below share: one training run, in one process."""
+    flags: Flags
+    rank: int
+    world: int                  # processes
+    device: torch.device
+    bf16: bool
+    meta: dict                  # the dataset's meta.json
+    model: Transformer
+    optimizer: torch.optim.Optimizer
+    loader: data.Loader
+    val: data.Windows
+    tokenizer: object = None    # None: it could not be loaded
+    step: int = 0
+    log: Optional[Log] = None   # on rank 0 only
+
+    def autocast(self):
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+
+    def say(self, line):
+        if self.rank == 0:
+            print(line, flush=True)
+
+    def sum_over_ranks(self, values, dtype=torch.float64):
+        total = torch.tensor(values, dtype=dtype, device=self.device)
+        if self.world > 1:
+            dist.all_reduce(total)
+        return total.tolist()
+
+
+def open_run(flags, given, world):
+    """-> (complete flags, the checkpoint to go on from or None), after checking that OUT may be written."""
+    planned = complete(flags, given, world)
+    path = Path(planned.out, 'ckpt.pt')
+    if not flags.resume:
+        if Path(planned.out, 'log.jsonl').exists() and not flags.overwrite:
+            raise ConfigError(f"{planned.out} holds a run: --resume goes on with it, --overwrite starts anew, "
+                              f"--out=DIR goes elsewhere")
+        return planned, None
+    if flags.overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other")
+    if not path.exists():
+        raise ConfigError(f"--resume: there is no {path}")
+    saved = torch.load(path, map_location='cpu', weights_only=True)
+    return complete(merge_with_saved(flags, given, saved['flags']), given, world), saved
+
+
+def start(flags, saved, rank, world, device):
+    """Data, model and optimizer, fresh or from a checkpoint -> Run."""
+    if flags.data == 'data/stdlib' and not Path(flags.data).exists():
+        if rank == 0:
+            data.prepare_stdlib()
+        if world > 1:
+            dist.barrier()
+    meta = data.read_meta(flags.data)
+    if saved:
+        check_tokenizer(saved, flags.data)
+    config = Config(vocab_size=meta['vocab_size'], H=flags.H, query_init_std=flags.query_init_std,
+                    router=flags.router, **{name: getattr(flags, name) for name in SHAPE})
+    torch.manual_seed(flags.seed)
+    model = Transformer(config).to(device)
+    model.checkpoint_sublayers = flags.checkpoint_sublayers
+    optimizer = torch.optim.AdamW(model.parameter_groups(flags.weight_decay), lr=flags.lr,
+                                  betas=(flags.beta1, flags.beta2), eps=1e-8, fused=True)
+    bf16 = flags.dtype == 'bf16' or (flags.dtype == 'auto' and device.type == 'cuda'
+                                     and torch.cuda.is_bf16_supported(including_emulation=False))
+    run = Run(flags, rank, world, device, bf16, meta, model, optimizer,
+              loader=data.Loader(data.Windows(flags.data, 'train', config.block_size), flags.seed, rank, world),
+              val=data.Windows(flags.data, 'val', config.block_size))
+    try:
+        run.tokenizer = data.get_tokenizer(meta['tokenizer'], flags.data)
+    except data.DataError as error:
+        run.say(f"no bits per byte and no sample: {error}")
+    if saved:
+        run.step = saved['step']
+        model.load_state_dict(saved['model'])
+        optimizer.load_state_dict(saved['optimizer'])
+        torch.set_rng_state(saved['rng'])
+        run.loader.position = saved['position']
+        run.loader.batch_hash = saved['batch_hash'] if rank == 0 else 0     # the ranks' hashes add up
+    run.say(f"{model.describe()}\ncomputing in {'bf16' if bf16 else 'fp32'} on {device}, "
+            f"torch.compile {'on' if flags.compile else 'off'}")
+    if flags.compile:
+        model.compile_parts()
+    if rank == 0:
+        Path(flags.out).mkdir(parents=True, exist_ok=True)
+        run.log = Log(flags, run.step if saved else None)
+        run.log({'kind': 'header', 'step': run.step, **machine_facts(device, world), 'flags': asdict(flags),
+                 'model_config': asdict(config), 'data': meta})
+    return run
+
+
+def evaluate(run):
+    """-> {val_loss in nats a token, val_bpb in bits a byte (None without tokenizer)} over the fixed windows."""
+    windows = data.fixed_windows(run.val, run.flags.eval_windows)
+    uncompiled = torch.compiler.set_stance('force_eager') if run.flags.compile else nullcontext()
+    with run.autocast(), uncompiled:     # the code that eval.py runs, and no recompilation for its shapes
+        losses = window_losses(run.model, run.val, windows[run.rank::run.world], run.flags.micro_batch, run.device)
+    nats = run.sum_over_ranks([losses.sum().item()])[0] / len(windows)
+    bpb = None
+    if run.tokenizer:
+        bpb = bits_per_byte(nats, run.val, windows, run.tokenizer)
+    return {'val_loss': nats, 'val_bpb': bpb}
+
+
+def save(run, batch_hash):
+    if run.rank == 0:
+        save_checkpoint(Path(run.flags.out, 'ckpt.pt'), {
+            'step': run.step, 'tokens': run.step * run.flags.batch * run.flags.block_size,
+            'model': run.model.state_dict(), 'optimizer': run.optimizer.state_dict(), 'rng': torch.get_rng_state(),
+            'position': run.loader.position, 'batch_hash': batch_hash, 'flags': asdict(run.flags),
+            'model_config': asdict(run.model.config), 'tokenizer': run.meta['tokenizer']})
+
+
+def train_step(run, ddp):
+    """One optimizer step over `batch` sequences -> (loss, gradient norm), tensors that were not waited for."""
+    flags, loss_sum = run.flags, 0.0
+    micro_steps = flags.batch // (flags.micro_batch * run.world)
+    for group in run.optimizer.param_groups:
+        group['lr'] = learning_rate(run.step, flags)
+    for i in range(micro_steps):
+        x, y = run.loader.next_batch(flags.micro_batch)
+        if run.device.type == 'cuda':
+            x, y = (t.pin_memory().to(run.device, non_blocking=True) for t in (x, y))
+        last = i == micro_steps - 1     # the only backward pass in which DDP must average gradients
+        with nullcontext() if last or run.world == 1 else ddp.no_sync():
+            with run.autocast():
+                loss = ddp(x, y) / micro_steps
+            loss.backward()
+        loss_sum = loss_sum + loss.detach()
+    norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), flags.clip or math.inf)
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    run.step += 1
+    return loss_sum, norm
+
+
+def train(run):
+    """Steps until --steps, --stop_at, --max_minutes or a signal -> whether a signal ended it."""
+    flags = run.flags
+    ddp = DistributedDataParallel(run.model) if run.world > 1 else run.model
+    asked = []                          # signals received; a second Ctrl-C ends the process at once
+    def ask_to_stop(signum, frame):
+        asked.append(signum)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, ask_to_stop)
+    flops = run.model.flops_per_token()
+    peak = next((f for name, f in PEAK_BF16_FLOPS.items() if run.device.type == 'cuda' and run.bf16
+                 and name in torch.cuda.get_device_name(run.device)), None)
+    end = min(flags.steps, flags.stop_at or flags.steps)
+    begin = since = time.time()
+    losses = []                         # of the steps since the last record
+    while run.step < end:
+        loss, norm = train_step(run, ddp)
+        losses.append(loss)
+        evaluating = bool(flags.eval_interval) and run.step % flags.eval_interval == 0
+        saving = run.step % flags.save_interval == 0
+        if not (run.step % flags.log_interval == 0 or evaluating or saving or run.step == end):
+            continue                    # reading a number makes the CPU wait for the GPU: only here
+        mean_loss = sum(losses).item() / len(losses)
+        out_of_time = flags.max_minutes is not None and time.time() - begin > flags.max_minutes * 60
+        mean_loss, stopping = run.sum_over_ranks([mean_loss / run.world, float(bool(asked) or out_of_time)])
+        batch_hash = run.sum_over_ranks([run.loader.batch_hash], torch.int64)[0] % 2**53
+        if not (math.isfinite(mean_loss) and math.isfinite(norm.item())):
+            sys.exit(f"step {run.step}: loss {mean_loss}, gradient norm {norm.item()}: stopped. {flags.out}/ckpt.pt, if "
+                     f"there is one, is from before. A lower --lr, a longer --warmup or --clip may help")
+        now = time.time()
+        speed = len(losses) * flags.batch * flags.block_size / (now - since)
+        record = {'kind': 'train', 'step': run.step, 'loss': mean_loss, 'lr': learning_rate(run.step - 1, flags),
+                  'grad_norm': norm.item(), 'tokens_per_s': speed, 'mfu': peak and speed * flops / (peak * run.world),
+                  'memory_gib': memory_gib(run.device), 'batch_hash': batch_hash,
+                  'eta_s': (flags.steps - run.step) * (now - since) / len(losses)}
+        if run.log:
+            run.log(record)
+        if evaluating and run.step < flags.steps:
+            result = evaluate(run)
+            if run.log:
+                run.log({'kind': 'val', 'step': run.step, **result})
+        if saving or stopping or run.step == end:
+            save(run, batch_hash)
+        if stopping:
+            break
+        losses, since = [], time.time()
+    return bool(asked)
+
+
+def finish(run):
+    """The last line of a finished run: its validation loss, and what it writes."""
+    result = evaluate(run)
+    if run.log:
+        run.log({'kind': 'final', 'step': run.step, **result})
+        if run.tokenizer:
+            uncompiled = torch.compiler.set_stance('force_eager') if run.flags.compile else nullcontext()
+            with run.autocast(), uncompiled:
+                text = sample_text(run.model, run.tokenizer, '', 200, seed=run.flags.seed)
+            print(f"sample: {text[:200]}")
+        print(f"saved {run.flags.out}/ckpt.pt; look at it with: python eval.py sample {run.flags.out}")
+
+
+def main(argv=None):
+    flags, given = parse_flags(argv)
+    rank, world, device = setup_device()
+    try:
+        flags, saved = open_run(flags, given, world)
+        if flags.compile is None:
+            flags.compile = compile_works(device)
+        run = start(flags, saved, rank, world, device)
+        interrupted = train(run)
+        if run.step == flags.steps:
+            finish(run)
+        else:
+            run.say(f"stopped at step {run.step} of {flags.steps}; --out={flags.out} --resume goes on")
+        if interrupted:
+            sys.exit(130)
+    except (ConfigError, data.DataError) as error:
+        if rank == 0:
+            print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
+    finally:
+        if world > 1:
+            dist.destroy_process_group()
+
+
+if __name__ == '__main__':
+    main()
