@@ -136,7 +136,8 @@ class EagerRouter:
     def __call__(self, source):
         query, gain = self.sites[len(self.sources)]
         self.sources.append(source)
-        return route(self.sources, query, gain, self.H, self.eps)
+        # Recomputed in backward: what each site's softmax saves would add up to O(N^2) copies of a hidden state.
+        return checkpoint(route, list(self.sources), query, gain, self.H, self.eps, use_reentrant=False)
 
 
 # ---- the two sublayers ----
