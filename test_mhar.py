@@ -117,6 +117,7 @@ def test_weights_sum_to_one_and_are_fp32_for_bf16_sources():
     weights = route_weights(sources.bfloat16(), query.float(), gain.float(), 4)
     assert weights.dtype == torch.float32 and weights.shape == (5, 2, 3, 4)
     assert route(sources.bfloat16(), query.float(), gain.float(), 4).dtype == torch.bfloat16
+    assert torch.equal(weights, route_weights(sources.bfloat16().float(), query.float(), gain.float(), 4))
 
 
 @pytest.mark.parametrize('H', ALL_H)
@@ -671,7 +672,7 @@ def test_training_learns_and_writes_what_it_says(text_data, tmp_path, capsys):
     log = run_train(text_data, tmp_path / 'run', '--steps=200', '--save_interval=200')
     share = np.bincount(data.open_shard(data.list_shards(text_data, 'val')[0])) / data.read_meta(text_data)['val_tokens']
     entropy = -sum(p * math.log(p) for p in share if p > 0)         # knowing only how frequent each byte is
-    assert losses(log)[0] == pytest.approx(math.log(257), abs=0.2) and losses(log, 'final')[0] < entropy - 0.15
+    assert losses(log)[0] == pytest.approx(math.log(257), abs=0.5) and losses(log, 'final')[0] < entropy - 0.15
     header, last = log[0], [r for r in log if r['kind'] == 'train'][-1]
     assert header['torch'] == torch.__version__ and header['flags']['lr'] == 0.01 and header['model_config']['H'] == 2
     assert last['step'] == 200 and last['lr'] == pytest.approx(0.001, rel=0.01) and last['mfu'] is None
@@ -695,11 +696,15 @@ def test_resume_continues_bit_for_bit(text_data, tmp_path, H):
     whole, halves = tmp_path / 'whole', tmp_path / 'halves'
     log = run_train(text_data, whole, f'--H={H}', '--steps=8')
     run_train(text_data, halves, f'--H={H}', '--steps=8', '--stop_at=4')
-    assert checkpoint(halves)['step'] == 4
+    saved = checkpoint(halves)
+    assert saved['step'] == 4
+    saved['rng'] = torch.Generator().manual_seed(99).get_state()   # must come back, though training draws nothing
+    torch.save(saved, halves / 'ckpt.pt')
     resumed = run_train(text_data, halves, '--resume')
     assert losses(resumed) == losses(log) and losses(resumed, 'final') == losses(log, 'final')
     a, b = checkpoint(whole), checkpoint(halves)
-    assert all(same(a[key], b[key]) for key in ('model', 'optimizer', 'rng', 'position', 'batch_hash', 'step'))
+    assert all(same(a[key], b[key]) for key in ('model', 'optimizer', 'position', 'batch_hash', 'step'))
+    assert torch.equal(b['rng'], saved['rng'])
 
 
 def test_resume_after_a_crash_drops_what_will_happen_again(text_data, tmp_path):
@@ -814,6 +819,7 @@ def test_decay_falls_on_matrices_only():
     decayed, rest = (group['params'] for group in model.parameter_groups(0.1))
     names = {id(p): name for name, p in model.named_parameters()}
     assert len(decayed) + len(rest) == len(names)
+    assert [group['weight_decay'] for group in model.parameter_groups(0.1)] == [0.1, 0.0]
     assert {names[id(p)].split('.')[-2] for p in decayed} == {'wte', 'q', 'k', 'v', 'proj', 'gate', 'up', 'down'}
     assert {'queries', 'gains'} < {names[id(p)] for p in rest}
 
