@@ -270,7 +270,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     chunk's gradient is taken while its logits are there: d(sum of losses)/dx and /dweight are ready before backward
     is called, which only scales them. That is why every loss must get the same upstream gradient (as in a mean).
     """
-    CHUNK = 8192    # tokens
+    CHUNK = 16384   # tokens
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, with_grad, chunk_loss):

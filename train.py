@@ -90,6 +90,7 @@ RECIPES = {
 SHAPE = ('block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim', 'rope_theta')
 MAY_CHANGE_ON_RESUME = {'resume', 'out', 'data', 'steps', 'tokens', 'micro_batch', 'compile', 'checkpoint_sublayers',
                         'log_interval', 'eval_interval', 'save_interval', 'stop_at', 'max_minutes', 'wandb', 'router'}
+ONE_PROCESS_ONLY = {'resume', 'stop_at', 'max_minutes', 'compile'}      # not taken over from the saved flags
 PEAK_BF16_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12}    # dense
 
 
@@ -131,19 +132,29 @@ def complete(flags, given, world):
     if flags.preset not in RECIPES:
         raise ConfigError(f"preset = {flags.preset!r}: must be one of {', '.join(RECIPES)}")
     recipe = RECIPES[flags.preset]
-    shape = replace(PRESETS[flags.preset], H=flags.H, **{k: getattr(flags, k) for k in SHAPE if getattr(flags, k)})
-    flags = replace(flags, **{k: getattr(shape, k) for k in SHAPE}, H=shape.H,
-                    **{k: v for k, v in recipe.items() if getattr(flags, k) is None})
-    if flags.tokens:
+    changed = {name: getattr(flags, name) for name in SHAPE if getattr(flags, name) is not None}
+    shape = replace(PRESETS[flags.preset], H=flags.H, **changed)        # a Config, which checks itself
+    flags = replace(flags, H=shape.H, **{name: getattr(shape, name) for name in SHAPE},
+                    **{name: value for name, value in recipe.items() if getattr(flags, name) is None})
+    if flags.tokens is not None:
         if 'steps' in given:
             raise ConfigError("--steps and --tokens both say how long to train: give one")
         flags.steps = math.ceil(flags.tokens / (flags.batch * flags.block_size))
-    for name in ('batch', 'micro_batch', 'steps', 'log_interval'):
-        if getattr(flags, name) < 1:
-            raise ConfigError(f"{name} = {getattr(flags, name)}: must be 1 or more")
+    flags.warmup = min(1000, flags.steps // 10) if flags.warmup is None else flags.warmup
+    for name in ('eval_interval', 'save_interval'):
+        if getattr(flags, name) is None:
+            setattr(flags, name, max(1, flags.steps // 10))
+    least = dict(batch=1, micro_batch=1, steps=1, log_interval=1, save_interval=1, stop_at=1, seed=0, warmup=0,
+                 eval_interval=0, eval_windows=0)
+    for name, value in least.items():
+        if getattr(flags, name) is not None and getattr(flags, name) < value:
+            raise ConfigError(f"{name} = {getattr(flags, name)}: must be {value} or more")
     for name in ('lr', 'clip', 'weight_decay', 'min_lr'):
         if not 0 <= getattr(flags, name) < math.inf:
             raise ConfigError(f"{name} = {getattr(flags, name)}: must be a number, 0 or more")
+    for name in ('beta1', 'beta2'):
+        if not 0 <= getattr(flags, name) < 1:
+            raise ConfigError(f"{name} = {getattr(flags, name)}: must be 0 or more and below 1")
     for name in ('query_init_std', 'router'):
         if flags.H == 0 and name in given:
             raise ConfigError(f"--{name} cannot apply: with H = 0 there is no routing")
@@ -158,10 +169,6 @@ def complete(flags, given, world):
     if flags.batch % (flags.micro_batch * world):
         raise ConfigError(f"micro_batch = {flags.micro_batch}: batch = {flags.batch} must be a multiple of "
                           f"micro_batch x processes = {flags.micro_batch} x {world}")
-    flags.warmup = min(1000, flags.steps // 10) if flags.warmup is None else flags.warmup
-    for name in ('eval_interval', 'save_interval'):
-        if getattr(flags, name) is None:
-            setattr(flags, name, max(1, flags.steps // 10))
     flags.out = flags.out or f'out/{flags.preset}-H{flags.H}'
     return flags
 
@@ -171,7 +178,7 @@ def merge_with_saved(flags, given, saved):
     for name in given - MAY_CHANGE_ON_RESUME:
         if getattr(flags, name) != saved[name]:
             raise ConfigError(f"--{name}={getattr(flags, name)} cannot apply with --resume: the run has {saved[name]}")
-    kept = {name: value for name, value in saved.items() if name not in given | {'stop_at', 'max_minutes', 'resume'}}
+    kept = {name: value for name, value in saved.items() if name not in given | ONE_PROCESS_ONLY}
     if given & {'steps', 'tokens'}:     # a new length plans the schedule anew
         kept |= {name: None for name in ('steps', 'tokens', 'warmup', 'eval_interval', 'save_interval')
                  if name not in given}
@@ -326,7 +333,7 @@ def open_run(flags, given, world):
     if not path.exists():
         raise ConfigError(f"--resume: there is no {path}")
     saved = torch.load(path, map_location='cpu', weights_only=True)
-    return complete(merge_with_saved(flags, given, saved['flags']), given, world), saved
+    return complete(merge_with_saved(planned, given, saved['flags']), given, world), saved
 
 
 def start(flags, saved, rank, world, device):
@@ -427,8 +434,7 @@ def train(run):
     def ask_to_stop(signum, frame):
         asked.append(signum)
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, ask_to_stop)
+    handlers = {name: signal.signal(name, ask_to_stop) for name in (signal.SIGINT, signal.SIGTERM)}
     flops = run.model.flops_per_token()
     peak = next((f for name, f in PEAK_BF16_FLOPS.items() if run.device.type == 'cuda' and run.bf16
                  and name in torch.cuda.get_device_name(run.device)), None)
@@ -466,6 +472,8 @@ def train(run):
         if stopping:
             break
         losses, since = [], time.time()
+    for name, handler in handlers.items():
+        signal.signal(name, handler)
     return bool(asked)
 
 
