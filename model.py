@@ -11,7 +11,9 @@ a learned mix of all earlier sublayer outputs*: a softmax over depth, taken in H
 Paper: "Multi-Head Attention Residuals", Luo, Cai and Hu, 2026. The blocks around the routing are Qwen3's.
 Letters in the shape comments: B sequences, T tokens, D = n_embd, V = vocab_size, N sources, H routing heads.
 """
+import importlib.util
 import math
+import os
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +22,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-ROUTERS = ('auto', 'eager')
+ROUTERS = ('auto', 'eager', 'fused_simple', 'fused')
 
 
 class ConfigError(ValueError):
@@ -42,7 +44,7 @@ class Config:
     norm_eps: float = 1e-6
     qk_norm: bool = True
     tie_embeddings: bool = True
-    router: str = 'auto'            # how the reads are computed: see Transformer.new_router
+    router: str = 'auto'            # what computes the reads: see Transformer.router_on
 
     def __post_init__(self):
         if self.H == -1:
@@ -116,18 +118,19 @@ def route(sources, query, gain, H, eps=1e-6):
     """
     One routing site's read: sources, a list of N tensors (B, T, D) or one (N, B, T, D) -> (B, T, D) in their dtype.
 
-    Each of the H heads mixes its slice of the *un-normalised* sources with its own weights.
+    Each of the H heads mixes its slice of the *un-normalised* sources with its own weights, in the sources' dtype.
     """
     if not torch.is_tensor(sources):
         sources = torch.stack(tuple(sources))
     N, B, T, D = sources.shape
-    weights = route_weights(sources, query, gain, H, eps)                           # (N, B, T, H)
+    weights = route_weights(sources, query, gain, H, eps).to(sources.dtype)         # (N, B, T, H)
     values = sources.view(N, B, T, H, D // H)
-    return (weights.unsqueeze(-1) * values).sum(0).view(B, T, D).to(sources.dtype)
+    return (weights.unsqueeze(-1) * values).sum(0).view(B, T, D).to(sources.dtype)  # (autocast sums in fp32)
 
 
 class EagerRouter:
     """All routing sites of one forward pass: call n appends source n and returns the read of site n, through `route`."""
+    route = staticmethod(route)
 
     def __init__(self, queries, gains, H, eps):     # queries and gains (N, D): a row a site
         self.sites, self.H, self.eps = list(zip(queries, gains)), H, eps
@@ -137,7 +140,7 @@ class EagerRouter:
         query, gain = self.sites[len(self.sources)]
         self.sources.append(source)
         # Recomputed in backward: what each site's softmax saves would add up to O(N^2) copies of a hidden state.
-        return checkpoint(route, list(self.sources), query, gain, self.H, self.eps, use_reentrant=False)
+        return checkpoint(self.route, list(self.sources), query, gain, self.H, self.eps, use_reentrant=False)
 
 
 # ---- the two sublayers ----
@@ -253,7 +256,8 @@ def chunk_loss(logits, targets, vocab_size):
     """logits (C, padded V), targets (C,) -> losses (C,) in fp32 and d loss / d logits; both 0 where the target is -1."""
     columns = torch.arange(logits.size(1), device=logits.device, dtype=torch.int32)
     logits32 = torch.where(columns < vocab_size, at_least_fp32(logits), -math.inf)     # padding rows: probability 0
-    lse = logits32.logsumexp(-1, keepdim=True)
+    # In two steps, over 64 pieces of a row and then over the pieces: a piece fits in registers, so it is read once.
+    lse = logits32.view(-1, 64, logits.size(1) // 64).logsumexp(-1).logsumexp(-1, keepdim=True)
     target = targets.clamp(min=0)[:, None]
     keep = (targets >= 0)[:, None]
     losses = torch.where(keep, lse - logits32.gather(1, target), 0.0)
@@ -318,9 +322,29 @@ class Transformer(nn.Module):
         self.checkpoint_sublayers = False   # recompute each sublayer in backward instead of keeping its activations
         self.chunk_loss = chunk_loss        # replaced by a compiled one in compile_parts
 
-    def new_router(self):
-        """One forward pass's router: `router(source)` appends a source and returns the next site's read."""
-        return EagerRouter(self.queries, self.gains, self.config.H, self.config.norm_eps)
+    def router_on(self, device):
+        """
+        What config.router comes to on a device: 'eager' (`route`, anywhere), or one of the Triton operators of
+        kernel.py, 'fused' or 'fused_simple'. 'auto' is fused on a CUDA GPU and eager elsewhere. ConfigError if a
+        fused one is asked for where it cannot run.
+        """
+        router, triton = self.config.router, importlib.util.find_spec('triton') is not None
+        runs = triton and (device.type == 'cuda' or os.environ.get('TRITON_INTERPRET') == '1')
+        if router == 'auto':
+            return 'fused' if runs and device.type == 'cuda' else 'eager'
+        if router != 'eager' and not runs:
+            raise ConfigError(f"router = {router!r}: needs Triton and a CUDA GPU (or TRITON_INTERPRET=1); here: {device}, "
+                              f"Triton {'installed' if triton else 'not installed'}. 'eager' and 'auto' run anywhere")
+        return router
+
+    def new_router(self, x):
+        """One forward pass's router: `router(source)` appends a source like x and returns the next site's read."""
+        c, name = self.config, self.router_on(x.device)
+        if name == 'eager' or x.dtype == torch.float64:     # the kernels compute in fp32
+            return EagerRouter(self.queries, self.gains, c.H, c.norm_eps)
+        import kernel
+        operator = kernel.DepthRouter if name == 'fused' else kernel.SimpleRouter
+        return operator(self.queries * self.gains, c.H, c.norm_eps)
 
     def hidden(self, idx, caches=None):
         """idx (B, T) -> the last hidden states, normalised, (B, T, D). This is where plain and MHAR differ."""
@@ -331,7 +355,7 @@ class Transformer(nn.Module):
         if torch.is_autocast_enabled(x.device.type):    # let the depth sources be as small as the sublayers' outputs
             x = x.to(torch.get_autocast_dtype(x.device.type))
 
-        router = self.new_router() if self.config.H > 0 else None
+        router = self.new_router(x) if self.config.H > 0 else None
         if router:
             x = router(x)                               # site 0 has one source to read, the embedding itself
         for i, block in enumerate(self.blocks):

@@ -2,6 +2,7 @@
 Tests by property: what must hold whatever the weights and the data are. `pytest` runs them on a CPU in a few minutes.
 """
 import base64
+import gc
 import gzip
 import hashlib
 import http.server
@@ -13,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,13 +23,22 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+if not torch.cuda.is_available():
+    os.environ['TRITON_INTERPRET'] = '1'    # Triton looks when it is imported: its kernels then run on the CPU
+
 import data
 import eval as evaluation
 import model as mhar
 import train
 from model import Config, ConfigError, KVCache, PRESETS, Transformer, route, route_weights
 
+try:
+    import kernel
+except ImportError:
+    kernel = None
+
 HERE = Path(__file__).parent
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 torch.set_num_threads(1)    # models this small only lose by more
 ALL_H = [0, 1, 2, 8]
 
@@ -254,12 +265,147 @@ def test_all_H_of_one_seed_start_from_the_same_weights():
     (dict(n_layer=0), 'n_layer = 0: must be a positive whole number'),
     (dict(block_size=2.5), 'block_size = 2.5'),
     (dict(query_init_std=-1.0), 'query_init_std = -1.0'),
-    (dict(router='magic'), "router = 'magic': must be one of auto, eager"),
+    (dict(router='magic'), "router = 'magic': must be one of auto, eager, fused_simple, fused"),
 ])
 def test_config_errors_name_field_value_and_what_is_allowed(changes, words):
     with pytest.raises(ConfigError) as error:
         small_config(**{'H': 2} | changes)
     assert words in str(error.value)
+
+
+# ---- the fused kernels, in Triton's interpreter where there is no GPU ----
+
+needs_triton = pytest.mark.skipif(kernel is None, reason='Triton is not installed (it exists for Linux only)')
+FUSED = ['fused_simple', 'fused']
+
+
+def operator(name):
+    return kernel.DepthRouter if name == 'fused' else kernel.SimpleRouter
+
+
+def small_network(router, q, sites, checkpointed=False):
+    """A chain of layers that a router feeds, as in a Transformer -> (loss, [input, queries, weights])."""
+    g = torch.Generator().manual_seed(1)
+    D = q.size(1)
+    weights = [(torch.randn(D, D, generator=g) / D ** 0.5).to(DEVICE).requires_grad_() for _ in range(sites - 1)]
+    x = torch.randn(1, 3, D, generator=g).to(DEVICE).requires_grad_()
+    h = router(x)
+    for w in weights:
+        layer = lambda h, w=w: torch.tanh(h @ w)
+        h = router(torch.utils.checkpoint.checkpoint(layer, h, use_reentrant=False) if checkpointed else layer(h))
+    return h.square().sum(), [x, q, *weights]
+
+
+def some_queries(N=11, D=32):
+    return torch.randn(N, D, generator=torch.Generator().manual_seed(2)).to(DEVICE).requires_grad_()
+
+
+def eager_router(q, H):
+    return mhar.EagerRouter(q, torch.ones_like(q), H, 1e-6)
+
+
+@needs_triton
+def test_fused_equals_eager_in_every_read_and_gradient():
+    assert kernel.check()       # against fp64; many N, H, K, token counts, large logits; two runs bit-identical
+
+
+@needs_triton
+@pytest.mark.parametrize('name, H', [('fused', 1), ('fused', 4), ('fused_simple', 4)])
+def test_a_fused_model_equals_an_eager_one(name, H):
+    model, idx, results = small_model(H, n_layer=4).float().to(DEVICE), tokens(1, 5).to(DEVICE), []
+    for model.config.router, model.checkpoint_sublayers in (('eager', False), (name, False), (name, True)):
+        loss = model(idx, idx)
+        results.append([loss, *torch.autograd.grad(loss, model.parameters())])
+    for result in results[1:]:
+        for got, want in zip(result, results[0]):
+            assert (got - want).norm() <= 2e-5 * want.norm() + 1e-7
+    out = model.generate(idx[:, :3], 2, temperature=0)
+    assert torch.equal(out[:, 3:], model(out)[:, 2:-1].argmax(-1)), "cached generation, a token at a time"
+    changed = idx.clone()
+    changed[:, 3:] += 1
+    assert torch.equal(model(idx)[:, :3], model(changed)[:, :3]), "no future token changes an earlier logit"
+
+
+@needs_triton
+@pytest.mark.parametrize('name', FUSED)
+@pytest.mark.parametrize('sites, checkpointed', [(11, False), (11, True), (10, False), (5, False)])
+def test_routers_feed_a_network_also_if_it_stops_early(name, sites, checkpointed):
+    q = some_queries()
+    results = []
+    for router in (eager_router(q, 2), operator(name)(q, 2)):
+        loss, inputs = small_network(router, q, sites, checkpointed)
+        results.append([loss, *torch.autograd.grad(loss, inputs)])
+    for got, want in zip(*reversed(results)):
+        assert (got - want).norm() <= 1e-5 * want.norm()
+
+
+@needs_triton
+@pytest.mark.parametrize('name', FUSED)
+def test_misuse_of_a_router_raises(name):
+    q, x = some_queries(), torch.randn(1, 3, 32, device=DEVICE)
+    router = operator(name)(q, 2)
+    loss, inputs = small_network(router, q, 11)
+    with pytest.raises(RuntimeError, match='all 11 reads are done'):
+        router(x)
+    torch.autograd.grad(loss, inputs, retain_graph=True)
+    with pytest.raises(RuntimeError, match='second backward'):
+        torch.autograd.grad(loss, inputs)
+    with pytest.raises(RuntimeError, match='after the backward pass has begun'):
+        router(x)
+    for other in (torch.randn(1, 4, 32), x.cpu().half()):
+        router = operator(name)(q, 2)
+        router(x)
+        with pytest.raises(RuntimeError, match='the first was'):
+            router(other.to(DEVICE))
+    with pytest.raises(ValueError, match='multiple of H = 3'):
+        operator(name)(q, 3)
+    sources = [torch.randn(3, 32, device=DEVICE, requires_grad=True) for _ in range(3)]
+    router = operator(name)(q, 2)
+    reads = [router(s) for s in sources]
+    sources[1].data.add_(0)             # .data escapes autograd's bookkeeping: allowed, as everywhere in PyTorch
+    with torch.no_grad():
+        sources[1].add_(1)
+    with pytest.raises(RuntimeError, match=r'sources \[1\] were modified in place'):
+        torch.autograd.grad(sum(r.sum() for r in reads), sources)
+
+
+@needs_triton
+@pytest.mark.parametrize('name', FUSED)
+def test_nothing_big_outlives_the_backward_pass(name):
+    q = some_queries()
+    router = operator(name)(q, 2)
+    loss, inputs = small_network(router, q, 11)
+    torch.autograd.grad(loss, inputs)
+    assert not any(torch.is_tensor(v) or isinstance(v, list) for v in vars(router.tape).values())
+    router = operator(name)(q, 2)
+    loss, inputs = small_network(router, q, 11)
+    tape = weakref.ref(router.tape)
+    del router, loss, inputs
+    gc.collect()
+    assert tape() is None, "also without a backward pass"
+
+
+@needs_triton
+@pytest.mark.parametrize('name', FUSED)
+def test_two_routers_at_once_and_autocast(name):
+    q = some_queries()
+    sources = [torch.randn(3, 32, device=DEVICE, requires_grad=True) for _ in range(11)]
+    results = []
+    for make in (eager_router, operator(name)):
+        a, b = make(q, 2), make(q, 4)
+        pairs = [(a(s[None]), b(2 * s[None])) for s in sources]
+        results.append(torch.autograd.grad(sum(x.square().sum() + y.square().sum() for x, y in pairs), [*sources, q]))
+    for got, want in zip(*reversed(results)):
+        assert (got - want).norm() <= 1e-5 * want.norm()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        assert operator(name)(q, 2)(sources[0]).dtype == torch.bfloat16
+
+
+def test_a_fused_router_that_cannot_run_is_a_clear_error(monkeypatch):
+    monkeypatch.delenv('TRITON_INTERPRET', raising=False)
+    with pytest.raises(ConfigError, match="router = 'fused': needs Triton and a CUDA GPU"):
+        small_model(2, router='fused').float()(tokens(1, 4))
+    assert small_model(2).router_on(torch.device('cpu')) == 'eager'
 
 
 # ---- data ----

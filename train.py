@@ -369,7 +369,8 @@ def start(flags, saved, rank, world, device):
         torch.set_rng_state(saved['rng'])
         run.loader.position = saved['position']
         run.loader.batch_hash = saved['batch_hash'] if rank == 0 else 0     # the ranks' hashes add up
-    run.say(f"{model.describe()}\ncomputing in {'bf16' if bf16 else 'fp32'} on {device}, "
+    routing = f"{model.router_on(device)} routing, " if config.H else ''
+    run.say(f"{model.describe()}\n{'bf16' if bf16 else 'fp32'} on {device}, {routing}"
             f"torch.compile {'on' if flags.compile else 'off'}")
     if flags.compile:
         model.compile_parts()

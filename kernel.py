@@ -1,0 +1,870 @@
+"""
+Fused depth routing: attention over the sources of one token, for every token, in Triton.
+
+Site n of a routed network reads sources s_0 .. s_n (the embedding and the raw outputs of the sublayers so far):
+
+    logit[i, h] = u_n[h] . s_i[h] * r_i     r_i = 1 / RMS(s_i) over the whole width,  u_n = query * gain
+    read_n[h]   = sum_i softmax_i(logit[i, h]) s_i[h]
+
+There is next to no arithmetic in it: a GPU spends its time moving rows (one row = the D numbers of one source of one
+token). Done site by site, site n moves n + 1 rows, N^2/2 in all, and more than that again in the backward pass.
+
+The idea. In ordinary attention a query is computed from the token; here all N queries are parameters, known before
+the first layer runs. So nobody has to wait for site n to start on read n: when sources 0..7 exist, the sites 8..15
+can already take them in, *together*, each row moved once for eight sites. What is left for later are the few sources
+born inside the group; a softmax over two disjoint sets of sources is merged exactly from the two partial
+results and their log-sum-exps (as split-KV attention decoding does).
+
+The backward pass is the mirror image. Site n+1 depends on site n, so sites run backward in strict reverse order, and
+when the gradient of source i is asked for, the gradients of all the reads that ever used it are known. So it is
+*pulled*: computed whole and written once, instead of being pushed piece by piece into an accumulator. With
+p = exp(logit - lse), dh_n the gradient of read n, and dl = p (dh_n . s_i - dh_n . read_n) per head:
+
+    d s_i = sum_n p dh_n + r_i sum_n dl u_n - (r_i^2 / D) (sum over heads and n of dl logit) s_i
+    d u_n = sum over tokens and i of dl r_i s_i
+
+Two operators with one interface, router(source) -> read, a lesson in two steps:
+    SimpleRouter   a site at a time: the algorithm everybody would write first (it is the MHAR paper's)
+    DepthRouter    in groups of S sites
+
+    python kernel.py                            the gate, then every arm's times, routing alone and the whole step
+    python kernel.py --presets 100m --json out.json
+Without a GPU it runs the gate in Triton's interpreter, on tiny shapes, and times nothing.
+"""
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+if __name__ == "__main__" and not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"    # Triton looks when it is imported
+
+import triton
+import triton.language as tl
+
+from model import PRESETS, EagerRouter, Transformer, route
+
+# Tuned on one H200. A site costs about N / (2S) rows for its older sources and (S - 1) / 2 for those of its group.
+S = 8                   # sites (forward) or sources (backward) a group
+TILE = 16               # sources (forward) or sites (backward) a tensor-core tile
+TOKENS = 16             # tokens that a program of group_fwd works through
+PARTS = 64              # partial sums of the query gradient
+INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+if INTERPRET.value:
+    TOKENS = 2          # enough to test the loop, at the interpreter's speed
+
+
+# ---- a row is one or two blocks: Triton's blocks are powers of two, and 160 is 128 + 32, not 256 with holes
+
+@triton.jit
+def span(lo, limit, width: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
+    """Column numbers lo .. lo + width - 1 as blocks W and W2 wide, and which of them are real: below limit."""
+    w = tl.arange(0, W)
+    at, real = (lo + w,), ((w < width) & (lo + w < limit),)
+    if W2:
+        w = W + tl.arange(0, W2)
+        at, real = at + (lo + w,), real + ((w < width) & (lo + w < limit),)
+    return at, real
+
+
+@triton.jit
+def load(pointer, at, real):
+    row = ()
+    for i in tl.static_range(len(at)):
+        row += (tl.load(pointer + at[i], mask=real[i], other=0.),)
+    return row
+
+
+@triton.jit
+def store(pointer, at, real, row):
+    for i in tl.static_range(len(at)):
+        tl.store(pointer + at[i], row[i].to(pointer.dtype.element_ty), mask=real[i])
+
+
+@triton.jit
+def moved(at, by):
+    out = ()
+    for i in tl.static_range(len(at)):
+        out += (at[i] + by,)
+    return out
+
+
+@triton.jit
+def where(condition, real):
+    out = ()
+    for i in tl.static_range(len(real)):
+        out += (condition & real[i],)
+    return out
+
+
+@triton.jit
+def inner(a, b):
+    """Inner product of two rows per head, (HB,), in fp32."""
+    total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
+    if len(a) == 2:
+        total += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
+    return total
+
+
+@triton.jit
+def combine(a, x, b, y):
+    """a x + b y, with a number a head."""
+    out = ()
+    for i in tl.static_range(len(x)):
+        out += (a[:, None] * x[i].to(tl.float32) + b[:, None] * y[i].to(tl.float32),)
+    return out
+
+
+@triton.jit
+def dot(a, b, acc=None):
+    """Batched matrix product (C, M, K) @ (C, K, N) in full precision: fp32 operands must not become TF32."""
+    if INTERPRET:  # its bfloat16 is a bit pattern that it cannot multiply
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def upright(rows):
+    """(C, S, W) -> (C, W, S)."""
+    out = ()
+    for i in tl.static_range(len(rows)):
+        out += (tl.trans(rows[i], 0, 2, 1),)
+    return out
+
+
+@triton.jit
+def scores(a, b, acc=None):
+    """(C, M, W) times (C, W, S): (C, M, S), summed over the blocks of the row."""
+    acc = dot(a[0], b[0], acc)
+    if len(a) == 2:
+        acc = dot(a[1], b[1], acc)
+    return acc
+
+
+@triton.jit
+def turned(p, rows):
+    """Weights p (M, S) for rows (C, M, W): (C, S, M)."""
+    return tl.broadcast_to(tl.trans(p.to(rows[0].dtype))[None], (rows[0].shape[0], p.shape[1], p.shape[0]))
+
+
+@triton.jit
+def mix(p, rows, acc):
+    """acc (C, S, W) + p (C, S, M) times (C, M, W), for each block of the row."""
+    out = ()
+    for i in tl.static_range(len(rows)):
+        out += (dot(p, rows[i], acc[i]),)
+    return out
+
+
+@triton.jit
+def zeros(C: tl.constexpr, S: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
+    row = (tl.zeros((C, S, W), tl.float32),)
+    if W2:
+        row += (tl.zeros((C, S, W2), tl.float32),)
+    return row
+
+
+@triton.jit
+def tensor(table, i, like):
+    """Sources and read gradients stay where autograd made them; a table in device memory holds their addresses.
+    i: one number or a block of them. The pointer has the type of `like`; the wrapper sees to the alignment."""
+    return tl.multiple_of(tl.load(table + i).to(like.dtype), 16)
+
+
+# ---- forward
+
+@triton.jit
+def fold(m, l, acc, logit, value):
+    """Online softmax, one more source. Per head: m the largest logit so far, l the sum of exp(logit - m), acc (HB, KB)
+    the sum of exp(logit - m) * value. A finished softmax folds in as one source too: its lse is the logit."""
+    top = tl.maximum(m, logit)
+    old, new = tl.exp(m - top), tl.exp(logit - top)
+    return top, l * old + new, combine(old, acc, new, value)
+
+
+@triton.jit(do_not_specialize=["n", "start", "row", "BT"])
+def route_fwd(X, SRC, R, U, O, LSE, n, start, row, BT, D, H, K: tl.constexpr, eps, MERGE: tl.constexpr,
+              HB: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
+    """Finish site n for one token, all heads: fold the new source X (BT, D) with the sources start .. n-1.
+    Reads X, those sources through SRC (N,), their R (N, BT), row n of U (N, D); with MERGE also the partial read and
+    lse that group_fwd left in row `row` of O and row n of LSE.
+    Writes X's address to SRC, row n of R, the read to row `row` of O (.., BT, D), row n of LSE (N, BT, H)."""
+    if tl.program_id(0) == 0:
+        tl.store(SRC + n, X.to(tl.int64))
+    step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)  # N * BT * D passes 2^31: rows are 64-bit numbers
+    h = tl.arange(0, HB)
+    at, real = span(h[:, None] * K, D, K, W, W2)
+    stat = LSE + (n * step + t) * H + h
+    out = O + (row * step + t) * D
+    x = load(X + t * D, at, real)
+    u = load(U + n * D, at, real)
+    r = tl.rsqrt(tl.sum(inner(x, x), 0) / D + eps)
+    tl.store(R + n * step + t, r)
+    one = tl.full((HB,), 1., tl.float32)
+    m, l, acc = inner(u, x) * r, one, combine(one, x, one * 0, x)
+    if MERGE:
+        m, l, acc = fold(m, l, acc, tl.load(stat, mask=h < H, other=0.), load(out, at, real))
+    for i in range(start, n):
+        v = load(tensor(SRC, i, O) + t * D, at, real)
+        m, l, acc = fold(m, l, acc, inner(u, v) * tl.load(R + i * step + t), v)
+    store(out, at, real, combine(1 / l, acc, l * 0, acc))
+    tl.store(stat, m + tl.log(l), mask=h < H)
+
+
+@triton.jit(do_not_specialize=["first", "sites", "tiles", "BT"])
+def group_fwd(SRC, R, UH, UL, O, LSE, first, sites, tiles, BT, D, H, K: tl.constexpr, TOKENS: tl.constexpr,
+              C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
+    """Sites first .. first+sites-1 over all older sources, 0 .. first-1, for one head of TOKENS tokens.
+    Reads the sources (BT, D) through SRC, R (N, BT), and the queries as UH + UL (N, D), two 16-bit halves.
+    Writes partial reads to rows 0 .. sites-1 of O (S, BT, D) and their lse to rows first .. of LSE (N, BT, H).
+    A head is C chunks of the width, a warp each. One warp, that is one head of up to 192 columns, runs best:
+    nothing to wait for but memory. The loop goes through (token, tile of sources) in one go, so that the next tile
+    is on its way while this one is worked on."""
+    h, step = tl.program_id(1), tl.cast(BT, tl.int64)
+    j, e = tl.arange(0, S), tl.arange(0, TILE)
+    CW: tl.constexpr = (K + C - 1) // C
+    at, real = span(h * K + tl.arange(0, C)[:, None, None] * CW, h * K + K, CW, W, W2)     # (C, 1, W)
+    asked = where((j < sites)[None, :, None], real)                                # (C, S, W)
+    at_u = moved(at, (first + j)[None, :, None] * D)
+    uh, ul = upright(load(UH, at_u, asked)), upright(load(UL, at_u, asked))        # (C, W, S)
+    m, l, acc = tl.full((S,), -1e30, tl.float32), tl.zeros((S,), tl.float32), zeros(C, S, W, W2)
+    for it in range(0, TOKENS * tiles):
+        t = tl.cast(tl.minimum(tl.program_id(0) * TOKENS + it // tiles, BT - 1), tl.int64)  # the last may come twice
+        i = it % tiles * TILE + e
+        alive = i < first
+        r = tl.load(R + i * step + t, mask=alive, other=0.)
+        src = tensor(SRC, tl.minimum(i, first - 1), O)[None, :, None] + t * D
+        v = load(src, at, where(alive[None, :, None], real))                       # (C, TILE, W)
+        logit = scores(v, uh)                                                      # (C, TILE, S)
+        if LOW:
+            logit = scores(v, ul, logit)
+        logit = tl.where(alive[:, None], tl.sum(logit, 0) * r[:, None], -1e30)     # (TILE, S)
+        top = tl.maximum(m, tl.max(logit, 0))
+        old, p = tl.exp(m - top), tl.exp(logit - top[None, :])
+        m, l = top, l * old + tl.sum(p, 0)
+        scaled = (acc[0] * old[None, :, None],)
+        if W2:
+            scaled += (acc[1] * old[None, :, None],)
+        acc = mix(turned(p, v), v, scaled)
+        if it % tiles == tiles - 1:
+            done = (acc[0] / l[None, :, None],)
+            if W2:
+                done += (acc[1] / l[None, :, None],)
+            store(O + (j * step + t)[None, :, None] * D, at, asked, done)
+            tl.store(LSE + ((first + j) * step + t) * H + h, m + tl.log(l), mask=j < sites)
+            m, l, acc = tl.full((S,), -1e30, tl.float32), tl.zeros((S,), tl.float32), zeros(C, S, W, W2)
+
+
+# ---- backward
+
+@triton.jit
+def softmax_grad(v, r, u, dh, lse, dhr):
+    """Weight p of source v at the site of query u, gradient dl of its logit, and the logit, a number a head each."""
+    logit = inner(u, v) * r
+    p = tl.exp(logit - lse)
+    return p, p * (inner(dh, v) - dhr), logit
+
+
+@triton.jit(do_not_specialize=["first", "start", "stop", "BT"])
+def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, start, stop, BT, D, H, K: tl.constexpr, NP,
+              C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
+    """Sources first .. first+S-1 under all later sites, start .. stop-1, for one head of one token.
+    Reads the sources through SRC and R, UH, UL as group_fwd does, the read gradients dh (BT, D) through GRAD (N,), LSE
+    and DHR = dh . read (N, BT, H). Writes p @ dh + r dl @ u to DX (S, BT, D), the norm's sum of dl * logit to
+    DC (S, BT, H), r dl to DL (S, BT, H, NP)."""
+    h, t, step = tl.program_id(1), tl.program_id(0).to(tl.int64), tl.cast(BT, tl.int64)
+    a, e = tl.arange(0, S), tl.arange(0, TILE)
+    CW: tl.constexpr = (K + C - 1) // C
+    at, real = span(h * K + tl.arange(0, C)[:, None, None] * CW, h * K + K, CW, W, W2)
+    src = tensor(SRC, first + a, DX)[None, :, None] + t * D
+    v = upright(load(src, at, where((a < S)[None, :, None], real)))                # (C, W, S)
+    r = tl.load(R + (first + a) * step + t)
+    dv, dc = zeros(C, S, W, W2), tl.zeros((S,), tl.float32)
+    for q in range(start, stop, TILE):
+        site = q + e
+        alive = site < stop
+        asked = where(alive[None, :, None], real)                                  # (C, TILE, W)
+        grad = tensor(GRAD, tl.minimum(site, stop - 1), DX)[None, :, None] + t * D
+        lse = tl.load(LSE + (site * step + t) * H + h, mask=alive, other=0.)
+        dhr = tl.load(DHR + (site * step + t) * H + h, mask=alive, other=0.)
+        dh = load(grad, at, asked)
+        at_u = moved(at, site[None, :, None] * D)
+        uh, ul = load(UH, at_u, asked), load(UL, at_u, asked)
+        logit, g = scores(uh, v), scores(dh, v)                                    # (C, TILE, S)
+        if LOW:
+            logit = scores(ul, v, logit)
+        logit = tl.sum(logit, 0) * r[None, :]                                      # (TILE, S)
+        p = tl.where(alive[:, None], tl.exp(logit - lse[:, None]), 0.)
+        dl = p * (tl.sum(g, 0) - dhr[:, None])
+        dc += tl.sum(dl * logit, 0)
+        dl = (dl * r[None, :]).to(DL.dtype.element_ty)
+        tl.store(DL + ((a * step + t) * H + h)[None, :] * NP + site[:, None], dl, mask=alive[:, None] & (a < S)[None, :])
+        pt, dlt = turned(p, dh), turned(dl, uh)
+        dv = mix(dlt, uh, mix(pt, dh, dv))
+    store(DX + (a * step + t)[None, :, None] * D, at, where((a < S)[None, :, None], real), dv)
+    tl.store(DC + (a * step + t) * H + h, dc)
+
+
+@triton.jit(do_not_specialize=["n", "stop", "row", "BT"])
+def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, stop, row, BT, D, H, K: tl.constexpr, NP,
+              MERGE: tl.constexpr, HB: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
+    """Finish source n for one token, all heads: it is read by site n, whose gradient DO (BT, D) has just arrived, and
+    by sites n+1 .. stop-1 of its group; with MERGE group_bwd has left the rest in row `row` of DX, DC.
+    Reads read n (row `row` of O), source n through SRC, the later gradients through GRAD, and R, U, LSE, DHR.
+    Writes DO's address to GRAD, row n of DHR, r dl to DL[row], and the finished gradient of source n to DX[row]."""
+    if tl.program_id(0) == 0:
+        tl.store(GRAD + n, DO.to(tl.int64))
+    step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HB)
+    live = h < H
+    at, real = span(h[:, None] * K, D, K, W, W2)
+    here, out = n * step + t, row * step + t
+    dh = load(DO + t * D, at, real)
+    v = load(tensor(SRC, n, O) + t * D, at, real)
+    u = load(U + n * D, at, real)
+    r = tl.load(R + here)
+    dhr = inner(dh, load(O + out * D, at, real))
+    tl.store(DHR + here * H + h, dhr, mask=live)
+    p, dl, logit = softmax_grad(v, r, u, dh, tl.load(LSE + here * H + h, mask=live, other=0.), dhr)
+    to_du = DL + (out * H + h) * NP
+    tl.store(to_du + n, (dl * r).to(DL.dtype.element_ty), mask=live)
+    dv, dc = combine(p, dh, dl * r, u), dl * logit
+    one = tl.full((HB,), 1., tl.float32)
+    if MERGE:
+        dv = combine(one, dv, one, load(DX + out * D, at, real))
+        dc += tl.load(DC + out * H + h, mask=live, other=0.)
+    for q in range(n + 1, stop):
+        there = (q * step + t) * H + h
+        dh = load(tensor(GRAD, q, O) + t * D, at, real)
+        u = load(U + q * D, at, real)
+        dhr = tl.load(DHR + there, mask=live, other=0.)
+        p, dl, logit = softmax_grad(v, r, u, dh, tl.load(LSE + there, mask=live, other=0.), dhr)
+        tl.store(to_du + q, (dl * r).to(DL.dtype.element_ty), mask=live)
+        dc += dl * logit
+        dv = combine(one, combine(one, dv, p, dh), dl * r, u)
+    through_rms = r * r / D * tl.sum(tl.where(live, dc, 0.), 0)  # which all heads share
+    store(DX + out * D, at, real, combine(one, dv, -through_rms * one, v))
+
+
+@triton.jit(do_not_specialize=["first", "count", "stop", "BT"])
+def query_grad(SRC, DL, DU, first, count, stop, N, BT, D, H, K: tl.constexpr, NP, SITES: tl.constexpr, TB: tl.constexpr,
+               W: tl.constexpr, C: tl.constexpr):
+    """Add sum over tokens of (r dl)^T @ s_i, for the sources first .. first+count-1, to the query gradients.
+    Program (part, chunk of a head, block of sites) takes every P-th block of TB tokens and owns its slice of
+    DU (P, N, D), so that the sum has one order: no atomics. Reads the sources through SRC and DL (S, BT, H, NP)."""
+    part, P = tl.program_id(0), tl.num_programs(0)
+    CW: tl.constexpr = (K + C - 1) // C
+    h, c = tl.program_id(1) // C, tl.program_id(1) % C * CW
+    step = tl.cast(BT, tl.int64)
+    w = tl.arange(0, W)
+    inside = ((w < CW) & (c + w < K))[None, :]
+    at = h * K + c + w
+    site = first + tl.program_id(2) * SITES + tl.arange(0, SITES)
+    acc = tl.zeros((SITES, W), tl.float32)
+    for t0 in range(part * TB, BT, P * TB):
+        t = tl.cast(t0 + tl.arange(0, TB), tl.int64)
+        live = (t < BT)[:, None]
+        for a in range(count):
+            v = tl.load(tensor(SRC, first + a, DL) + t[:, None] * D + at[None, :], mask=live & inside, other=0.)
+            dl = tl.load(DL + ((a * step + t) * H + h)[:, None] * NP + site[None, :],
+                         mask=live & ((site < stop) & (site >= first + a))[None, :], other=0.)
+            acc = dot(tl.trans(dl), v, acc)
+    out = DU + (part * N + site[:, None]) * D + at[None, :]
+    mask = (site < stop)[:, None] & inside
+    tl.store(out, acc + tl.load(out, mask=mask, other=0.), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n", "row", "BT"])
+def push_bwd(DO, O, SRC, R, U, LSE, DV, DQ, n, row, BT, D, H, K: tl.constexpr, FIRST: tl.constexpr, HB: tl.constexpr,
+             W: tl.constexpr, W2: tl.constexpr):
+    """Backward of site n for one token, all heads, the simple way: add this site's part to the gradient of each of
+    its sources, DV (N, BT, D) fp32 (FIRST: the first site to do so overwrites), and write the token's part of the query
+    gradient, DQ (BT, D). Reads DO (BT, D), read n (row `row` of O), sources 0 .. n through SRC, R, row n of U and LSE."""
+    step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HB)
+    at, real = span(h[:, None] * K, D, K, W, W2)
+    dh = load(DO + t * D, at, real)
+    u = load(U + n * D, at, real)
+    lse = tl.load(LSE + (n * step + t) * H + h, mask=h < H, other=0.)
+    dhr = inner(dh, load(O + (row * step + t) * D, at, real))
+    one = tl.full((HB,), 1., tl.float32)
+    dq = combine(one * 0, u, one * 0, u)
+    for i in range(0, n + 1):
+        v = load(tensor(SRC, i, O) + t * D, at, real)
+        r = tl.load(R + i * step + t)
+        p, dl, logit = softmax_grad(v, r, u, dh, lse, dhr)
+        dq = combine(one, dq, dl * r, v)
+        through_rms = r * r / D * tl.sum(tl.where(h < H, dl * logit, 0.), 0)
+        dv = combine(one, combine(p, dh, dl * r, u), -through_rms * one, v)
+        to = DV + (i * step + t) * D
+        if not FIRST:
+            dv = combine(one, dv, one, load(to, at, real))
+        store(to, at, real, dv)
+    store(DQ + t * D, at, real, dq)
+
+
+# ---- autograd
+
+def pow2(x):
+    return triton.next_power_of_2(x)
+
+
+def blocks(width, least):
+    """Widths of the one or two blocks, powers of two and at least `least`, that cover a row."""
+    W = max(least, pow2(width))
+    W2 = max(least, pow2(width - W // 2)) if width > W // 2 else 0
+    return dict(W=W // 2, W2=W2) if W // 2 >= least and W // 2 + W2 < W else dict(W=W, W2=0)
+
+
+def aligned(x):
+    """The kernels take an address on trust: rows one after the other, from a multiple of 16 bytes."""
+    x = x.contiguous()
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+class Tape:
+    """What one forward and backward pass keeps: made on the first read, emptied by the last gradient. (State on an
+    autograd context lives as long as somebody holds the loss.)"""
+
+    def __init__(self, queries, H, eps, source, S):
+        self.N, self.D = queries.shape
+        self.shape, self.dtype, self.H, self.eps, self.S = source.shape, source.dtype, H, eps, S
+        self.BT, self.K = source.numel() // self.D, self.D // H
+        self.C = pow2(triton.cdiv(self.K, 192))                    # chunks a head, a warp each in the group kernels
+        self.new = lambda *shape, dtype=torch.float32: torch.empty(*shape, device=source.device, dtype=dtype)
+        self.U = queries.detach().float().contiguous()
+        self.low = source.dtype != torch.float32                   # 16-bit matrix products: queries in two halves
+        self.UH = self.U.to(source.dtype)
+        self.UL = (self.U - self.UH.float()).to(source.dtype)
+        self.SRC, self.sources = self.new(self.N, dtype=torch.int64), []    # addresses, and what keeps them valid
+        self.R, self.LSE = self.new(self.N, self.BT), self.new(self.N, self.BT, H)
+        self.O = [None] * triton.cdiv(self.N, S)                   # reads, a tensor a group
+        self.versions = []                                         # of the sources, to notice a change in place
+        self.last = None                                           # the site whose gradient came last
+
+    def begin_site(self, n, x):
+        """The tensor of read n's group, allocated when the group begins, and the read's row in it."""
+        self.sources.append(x)
+        self.versions.append(x._version)
+        group, row = divmod(n, self.S)
+        if row == 0:
+            self.O[group] = self.new(min(self.S, self.N - n), self.BT, self.D, dtype=self.dtype)
+            if group and not self.keep:
+                self.O[group - 1] = None
+        return self.O[group], row
+
+    def begin_gradient(self, n):
+        """Gradients come from the last site that was used down to site 0, once. True for the first."""
+        if self.last is not None and n != self.last - 1:
+            raise RuntimeError("depth routing: its buffers are freed as the backward pass runs, so a second backward "
+                               "through the same reads is not possible; run the forward pass again")
+        first = self.last is None
+        if first:
+            self.stop = n + 1
+            changed = [i for i, x in enumerate(self.sources) if x._version != self.versions[i]]
+            if changed:
+                raise RuntimeError(f"depth routing: sources {changed} were modified in place after they were read")
+        self.last = n
+        return first
+
+    def clear(self):
+        last = self.last
+        self.__dict__.clear()
+        self.last = last
+
+    def row_config(self):
+        """The kernels of whole rows, a program a token."""
+        return dict(HB=pow2(self.H), **blocks(self.K, 1), num_warps=min(8, max(1, pow2(self.D // 256 + 1) // 2)))
+
+    def group_config(self, forward):
+        """The kernels of one head. Their registers decide how many warps share a multiprocessor."""
+        narrow = self.C == 1 and self.K <= 128
+        return dict(C=self.C, **blocks(triton.cdiv(self.K, self.C), 16), S=S, TILE=TILE, LOW=self.low, num_warps=self.C,
+                    num_stages=3 if forward and self.C == 1 and not narrow else 2, maxnreg=168 if narrow and self.low else None)
+
+
+def simple_forward(s, x, n):
+    O, row = s.begin_site(n, x)
+    route_fwd[(s.BT,)](x, s.SRC, s.R, s.U, O, s.LSE, n, 0, row, s.BT, s.D, s.H, s.K, s.eps, MERGE=False, **s.row_config())
+    return O[row]
+
+
+def simple_backward(s, do, n):
+    first = s.begin_gradient(n)
+    if first:
+        s.DV, s.DU = s.new(s.stop, s.BT, s.D), torch.zeros_like(s.U)
+    dq = s.new(s.BT, s.D)
+    push_bwd[(s.BT,)](do, s.O[n], s.SRC, s.R, s.U, s.LSE, s.DV, dq, n, 0, s.BT, s.D, s.H, s.K, FIRST=first, **s.row_config())
+    s.DU[n] = dq.sum(0)
+    s.O[n] = None
+    return s.DV[n].to(s.dtype)
+
+
+def grouped_forward(s, x, n):
+    O, row = s.begin_site(n, x)
+    shape = (s.BT, s.D, s.H, s.K)
+    if row == 0 and n > 0:
+        group_fwd[(triton.cdiv(s.BT, TOKENS), s.H)](
+            s.SRC, s.R, s.UH, s.UL, O, s.LSE, n, O.size(0), triton.cdiv(n, TILE), *shape, TOKENS=TOKENS, **s.group_config(True))
+    route_fwd[(s.BT,)](x, s.SRC, s.R, s.U, O, s.LSE, n, n - row, row, *shape, s.eps, MERGE=n >= S, **s.row_config())
+    return O[row]
+
+
+def grouped_backward(s, do, n):
+    if s.begin_gradient(n):
+        s.NP = triton.cdiv(s.N, 16) * 16
+        s.GRAD, s.grads = torch.empty_like(s.SRC), []
+        s.DHR, s.DC = s.new(s.stop, s.BT, s.H), s.new(S, s.BT, s.H)
+        s.DL = s.new(S, s.BT, s.H, s.NP, dtype=s.dtype)
+        s.DU = torch.zeros(PARTS, s.N, s.D, device=do.device)
+    s.grads.append(do)
+    shape = (s.BT, s.D, s.H, s.K, s.NP)
+    row, first = n % S, n - n % S
+    stop = min(first + S, s.stop)         # sites of the group end here, and group_bwd's rectangle begins
+    merge = stop < s.stop
+    if n == stop - 1:
+        s.DX = s.new(stop - first, s.BT, s.D, dtype=s.dtype)
+        if merge:
+            group_bwd[(s.BT, s.H)](s.SRC, s.R, s.UH, s.UL, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, first, stop, s.stop,
+                                   *shape, **s.group_config(False))
+    route_bwd[(s.BT,)](do, s.O[n // S], s.SRC, s.R, s.U, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, n, stop, row, *shape,
+                       MERGE=merge, **s.row_config())
+    dx = s.DX[row]
+    if row == 0:
+        W = max(16, pow2(triton.cdiv(s.K, s.C)))
+        query_grad[(PARTS, s.H * s.C, triton.cdiv(s.stop - first, 64))](
+            s.SRC, s.DL, s.DU, first, stop - first, s.stop, s.N, *shape, SITES=64, TB=64 if W <= 128 else 32, W=W, C=s.C,
+            num_warps=4)
+        s.O[n // S] = s.DX = None
+    return dx
+
+
+class Read(torch.autograd.Function):
+    """One site. `chain` is an empty tensor that ties site n to site n-1, so that autograd runs the sites backward in
+    strict reverse order, all of them, whatever the network does with the reads."""
+
+    @staticmethod
+    def forward(ctx, source, queries, chain, tape, n, forward, backward):
+        ctx.tape, ctx.n, ctx.site_backward = tape, n, backward
+        ctx.set_materialize_grads(False)
+        # detached: a tape that held the graph, which holds the tape, would never be freed without a backward pass
+        return forward(tape, aligned(source.detach()), n).view(source.shape), chain.new_empty(0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do, _):
+        s, n = ctx.tape, ctx.n
+        if s.last == 0:
+            s.begin_gradient(n)           # which raises: the tape is empty
+        do = s.new(s.BT, s.D, dtype=s.dtype).zero_() if do is None else aligned(do.to(s.dtype))
+        dx, du, chain = ctx.site_backward(s, do, n).view(s.shape), None, do.new_empty(0)
+        if n == 0:
+            du = s.DU.sum(0) if s.DU.dim() == 3 else s.DU
+            s.clear()
+        return dx, du, chain, None, None, None, None
+
+
+class DepthRouter:
+    """router(source) -> read. Call n appends source s_n (..., D) and returns read n, the per-head softmax-weighted mix
+    of s_0 .. s_n. queries (N, D) fp32 = query * gain of each site; H divides D. Under autocast a source is first cast.
+    A router serves one forward and one backward pass; differentiable in sources and queries. RuntimeError after N
+    reads, on another shape or dtype, on a read after the backward pass has begun, on a second backward pass, on a
+    source that was changed in place. Nothing big outlives the backward pass."""
+    S, forward, backward = S, staticmethod(grouped_forward), staticmethod(grouped_backward)
+
+    def __init__(self, queries, H, eps=1e-6):
+        if queries.dim() != 2 or queries.size(1) % H:
+            raise ValueError(f"queries must be (N, D) with D a multiple of H = {H}, not {tuple(queries.shape)}")
+        self.queries, self.H, self.eps, self.tape, self.n = queries, H, eps, None, 0
+
+    def __call__(self, source):
+        kind = source.device.type
+        if torch.is_autocast_enabled(kind):
+            source = source.to(torch.get_autocast_dtype(kind))
+        if self.tape is None:
+            if source.size(-1) != self.queries.size(1):
+                raise RuntimeError(f"depth routing: a source of width {source.size(-1)}, queries of {self.queries.size(1)}")
+            self.tape, self.chain = Tape(self.queries, self.H, self.eps, source, self.S), source.new_empty(0)
+        s = self.tape
+        if s.last is not None:
+            raise RuntimeError("depth routing: a read after the backward pass has begun")
+        if self.n == s.N:
+            raise RuntimeError(f"depth routing: all {s.N} reads are done; make a new router for the next forward pass")
+        if source.shape != s.shape or source.dtype != s.dtype:
+            raise RuntimeError(f"depth routing: source {self.n} is {tuple(source.shape)} {source.dtype}, "
+                               f"the first was {tuple(s.shape)} {s.dtype}")
+        s.keep = torch.is_grad_enabled()
+        read, self.chain = Read.apply(source, self.queries, self.chain, s, self.n, self.forward, self.backward)
+        self.n += 1
+        if self.n == s.N:
+            self.chain = None             # or the router would hold the whole graph
+        return read
+
+
+class SimpleRouter(DepthRouter):
+    """The same interface, a site at a time."""
+    S, forward, backward = 1, staticmethod(simple_forward), staticmethod(simple_backward)
+
+
+# ---- the gate: no time counts before this is green
+
+def all_reads(sources, queries, H):
+    """Every site's read by the definition: `route` in model.py."""
+    one = torch.ones_like(queries[0])       # the gains are already in the queries
+    return [route(sources[:n + 1], query, one, H) for n, query in enumerate(queries)]
+
+
+def with_gradients(reads_of, sources, queries, weights):
+    """[reads, source gradients, query gradients] of sum(weights * reads)."""
+    sources = [x.detach().clone().requires_grad_() for x in sources]
+    queries = queries.detach().clone().requires_grad_()
+    reads = reads_of(sources, queries)
+    grads = torch.autograd.grad(reads, [*sources, queries], weights)
+    return [torch.stack([x.detach() for x in reads]), torch.stack(grads[:-1]), grads[-1]]
+
+
+def check_case(router, N, H, K, T, scale, dtype, device):
+    """
+    -> (errors, allowed errors) of reads, source gradients and query gradients: ||a - b|| / ||b|| against fp64, inf
+    where two runs differ in a bit. fp32 may be 1e-5 off, or 4x as far as eager fp32 is; 16 bits 1.2x as far as eager.
+    Buffers are poisoned: an element that nobody writes is NaN.
+    """
+    g = torch.Generator().manual_seed(N * H + K)
+    sources = [(torch.randn(1, T, H * K, generator=g) * (.5 + i % 3)).to(device, dtype) for i in range(N)]
+    weights = [torch.randn(1, T, H * K, generator=g).to(device, dtype) for _ in range(N)]
+    queries = (torch.randn(N, H * K, generator=g) * scale / K ** .5).to(device)
+
+    def fused(sources, queries):
+        read = router(queries, H)
+        return [read(x) for x in sources]
+    empty = torch.empty
+    torch.empty = lambda *a, **k: empty(*a, **k).fill_(float("nan") if k["dtype"].is_floating_point else 0)
+    try:
+        got, again = [with_gradients(fused, sources, queries, weights) for _ in range(2)]
+    finally:
+        torch.empty = empty
+    eager = with_gradients(lambda s, q: all_reads(s, q, H), sources, queries, weights)
+    truth = with_gradients(lambda s, q: all_reads(s, q, H), [x.double() for x in sources], queries.double(),
+                           [w.double() for w in weights])
+
+    def errors(results):
+        return [((a.double() - b).norm() / b.norm().clamp_min(1e-9)).item() for a, b in zip(results, truth)]
+    same = all(torch.equal(a, b) for a, b in zip(got, again))
+    allowed = [max(1e-5, 4 * e) if dtype == torch.float32 else 1.2 * e + 1e-4 for e in errors(eager)]
+    return errors(got) if same else [float("inf")] * 3, allowed
+
+
+def check(cases="all"):
+    """Both routers against fp64: True if every case passes. Without a GPU: in the interpreter, tiny and fp32 only."""
+    gpu = torch.cuda.is_available()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if gpu and cases == "all":
+        cases = [(N, *shape, scale) for N in (1, 2, 3, 9, 31, 32, 33, 49, 73) for scale in (1, 30)
+                 for shape in ((1, 48, 7), (2, 160, 33), (4, 24, 129), (8, 128, 65))]
+        cases += [(19, 16, 64, 17, 1), (19, 1, 1024, 17, 1), (19, 1, 1280, 17, 1)]
+    elif gpu:
+        cases = [(33, 8, 128, 65, 30), (19, 2, 160, 33, 1)]
+    else:       # (N, H, K, tokens, scale of the queries)
+        cases = [(1, 2, 16, 3, 1), (2, 1, 24, 2, 30), (9, 8, 20, 1, 1), (18, 2, 40, 3, 30), (10, 1, 400, 1, 1),
+                 (11, 2, 160, 1, 30)]
+    good = True
+    for router in (SimpleRouter, DepthRouter):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16) if gpu else (torch.float32,):
+            worst = 0.
+            for case in cases:
+                error, allowed = check_case(router, *case, dtype, "cuda" if gpu else "cpu")
+                worst = max(worst, *(e / a for e, a in zip(error, allowed)))
+                if not all(e <= a for e, a in zip(error, allowed)):     # so written that NaN fails
+                    good = False
+                    print(f"FAIL {router.__name__} {case} {dtype}: errors {error}, allowed {allowed}")
+            print(f"{router.__name__:12} {str(dtype):14} {len(cases)} cases, two runs bit-identical, worst error "
+                  f"{worst:.2f} of what is allowed", flush=True)
+    return good
+
+
+# ---- the benchmark
+
+SHAPES = {"100m": (25, 512, 4, 32768), "350m": (49, 1024, 8, 16384), "1b": (73, 1280, 8, 8192)}     # N, D, H, tokens
+SEQUENCES = {"100m": 32, "350m": 32, "1b": 16}      # of a whole training step
+ARMS = ("plain", "eager", "compiled eager", "fused_simple", "fused")
+
+
+def new_router(arm, queries, H):
+    """The router of an arm, from queries that hold the gains already."""
+    if arm in ("fused", "fused_simple"):
+        return (DepthRouter if arm == "fused" else SimpleRouter)(queries, H)
+    eager = EagerRouter(queries, torch.ones_like(queries), H, 1e-6)
+    if arm == "compiled eager":     # one graph for any number of sources
+        eager.route = lambda sources, *rest: compiled_route()(torch.stack(sources), *rest)
+    return eager
+
+
+@functools.cache
+def compiled_route():
+    return torch.compile(route, dynamic=True)
+
+
+def rows_moved(arm, N, backward):
+    """Rows, D numbers of 2 bytes a token, that the arm's scheme must read and write."""
+    triangle = N * (N + 1) // 2
+    if arm == "fused_simple":       # backward: sources, fp32 gradients read and written; dh, read, fp32 query gradient
+        return triangle + N + (5 * triangle + 6 * N if backward else 0)
+    groups = [(first, min(S, N - first)) for first in range(0, N, S)]       # (first site or source, how many)
+    inside = sum(size * (size - 1) // 2 for _, size in groups)
+    older, later = sum(first for first, _ in groups), sum(N - first - size for first, size in groups)
+    first_group, last_group = groups[0][1], groups[-1][1]
+    forward = older + inside + 2 * N + 2 * (N - first_group)        # new source, read; partial reads written and read
+    return forward + (later + inside + 5 * N + 3 * (N - last_group) if backward else 0)
+
+
+def milliseconds(run):
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize()
+    return begin.elapsed_time(end)
+
+
+def medians(runs, rounds):
+    """{arm: function} -> {arm: median ms, or why it failed}, one run of each arm after the other, `rounds` times."""
+    times = {arm: [] for arm in runs}
+    for number in range(rounds + 2):        # two rounds to warm up
+        for arm, run in runs.items():
+            if isinstance(times[arm], list):
+                try:
+                    times[arm].append(milliseconds(run))
+                except Exception as error:      # stays in the table
+                    times[arm] = f"failed: {error}".splitlines()[0][:60]
+                    if isinstance(error, torch.cuda.OutOfMemoryError):
+                        times[arm] = "out of memory"
+                    torch.cuda.empty_cache()
+    return {arm: t if isinstance(t, str) else statistics.median(t[2:]) for arm, t in times.items()}
+
+
+def copy_speed():
+    """GB/s, read and written, of a device-to-device copy of 2 GiB."""
+    source = torch.randn(2**30, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / medians({"copy": lambda: target.copy_(source)}, 10)["copy"] / 1e6
+
+
+def bench_routing(preset, arms, copy, rounds):
+    """Routing alone: forward, and forward + backward, of all sites of one model. -> records"""
+    N, D, H, tokens = SHAPES[preset]
+    sources = [torch.randn(1, tokens, D, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(N)]
+    weights = [torch.randn_like(x) for x in sources]
+    queries = (torch.randn(N, D, device="cuda") * .05).requires_grad_()
+
+    def forward(arm, H):
+        read = new_router(arm, queries, H)
+        return [read(x) for x in sources]
+
+    def inference(arm, H):
+        with torch.no_grad():
+            forward(arm, H)
+
+    def training(arm, H):
+        torch.autograd.grad(forward(arm, H), [*sources, queries], weights)
+    runs = [(arm, H) for arm in arms if arm != "plain"] + [("fused", 1)] * ("fused" in arms)
+    fwd, both = (medians({key: functools.partial(f, *key) for key in runs}, rounds) for f in (inference, training))
+    records = []
+    for arm, heads in runs:
+        record = {"level": "routing", "preset": preset, "arm": arm, "H": heads, "tokens": tokens,
+                  "forward_ms": fwd[arm, heads], "forward_backward_ms": both[arm, heads]}
+        if "fused" in arm and not isinstance(both[arm, heads], str):
+            rate = rows_moved(arm, N, True) * tokens * D * 2 / both[arm, heads] / 1e6
+            record |= {"gb_per_s": rate, "of_copy": rate / copy}
+        records.append(record)
+    return records
+
+
+def bench_step(preset, arms, rounds):
+    """The whole training step, bf16 and compiled, of the model with H = KV, beside the plain one. -> records"""
+    def prepare(arm):
+        torch.manual_seed(0)
+        config = PRESETS[preset] if arm != "plain" else replace(PRESETS[preset], H=0)
+        model = Transformer(config).cuda()
+        if arm != "plain":
+            model.new_router = lambda x: new_router(arm, model.queries * model.gains, config.H)
+        model.compile_parts()
+        optimizer = torch.optim.AdamW(model.parameter_groups(0.1), lr=1e-4, fused=True)
+        tokens = torch.randint(config.vocab_size, (SEQUENCES[preset], config.block_size + 1), device="cuda")
+
+        def step():
+            before = torch.cuda.memory_allocated() - own
+            torch.cuda.reset_peak_memory_stats()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            peak[arm] = (torch.cuda.max_memory_allocated() - before) / 2**30
+        own = 12 * sum(p.numel() for p in model.parameters())       # its weights and moments, other arms' not counted
+        return step
+    peak, count = {}, SEQUENCES[preset] * PRESETS[preset].block_size
+    times = medians({arm: prepare(arm) for arm in arms}, rounds)
+    return [{"level": "step", "preset": preset, "arm": arm, "H": 0 if arm == "plain" else PRESETS[preset].H,
+             "tokens": count, "ms": ms, "gib": peak.get(arm),
+             **({} if isinstance(ms, str) else {"tokens_per_s": count / ms * 1e3,
+                "to_plain": times["plain"] / ms if isinstance(times.get("plain"), float) else None})}
+            for arm, ms in times.items()]
+
+
+def as_row(record):
+    cells = [record["level"], record["preset"], record["arm"], f"H={record['H']}", f"{record['tokens']} tokens"]
+    forms = {"forward_ms": "forward {:.2f} ms", "forward_backward_ms": "forward+backward {:.2f} ms", "ms": "{:.1f} ms",
+             "gb_per_s": "{:.0f} GB/s", "of_copy": "{:.0%} of copy speed", "tokens_per_s": "{:,.0f} tok/s",
+             "gib": "{:.1f} GiB", "to_plain": "{:.3f}x plain"}
+    for key, form in forms.items():
+        if record.get(key) is not None:
+            cells.append(record[key] if isinstance(record[key], str) else form.format(record[key]))
+    return " | ".join(cells)
+
+
+def main():
+    parser = argparse.ArgumentParser("kernel.py", description="correctness gate, then times on a GPU")
+    parser.add_argument("--presets", default=",".join(SHAPES), help="shapes to time (default all three)")
+    parser.add_argument("--arms", default=",".join(ARMS), help=f"of {','.join(ARMS)} (default all)")
+    parser.add_argument("--levels", default="routing,step", help="routing alone, the whole training step, or both")
+    parser.add_argument("--rounds", type=int, default=10, help="a time is the median of so many (default 10)")
+    parser.add_argument("--gate", choices=("all", "quick"), default="all", help="cases the gate runs")
+    parser.add_argument("--json", help="write the records to this file as well")
+    args = parser.parse_args()
+    asked = {name: getattr(args, name).split(",") for name in ("presets", "arms", "levels")}
+    for name, allowed in (("presets", SHAPES), ("arms", ARMS), ("levels", ("routing", "step"))):
+        for value in asked[name]:
+            if value not in allowed:
+                parser.error(f"--{name}: {value!r} is not one of {', '.join(allowed)}")
+    if not check(args.gate):
+        sys.exit("the gate is red: nothing is timed")
+    if not torch.cuda.is_available():
+        print("the gate is green, in Triton's interpreter; without a GPU nothing is timed")
+        return
+    copy = copy_speed()
+    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
+    machine = {"gpu": torch.cuda.get_device_name(), "driver": driver.stdout.strip(), "torch": torch.__version__,
+               "triton": triton.__version__, "copy_gb_per_s": copy}
+    print(machine)
+    records = []
+    for preset in asked["presets"]:
+        for level in asked["levels"]:
+            found = (bench_routing(preset, asked["arms"], copy, args.rounds) if level == "routing"
+                     else bench_step(preset, asked["arms"], args.rounds))
+            records += found
+            print("\n".join(map(as_row, found)), flush=True)
+            torch.cuda.empty_cache()
+    if args.json:
+        Path(args.json).write_text(json.dumps({"machine": machine, "records": records}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
