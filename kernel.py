@@ -633,8 +633,9 @@ def with_gradients(reads_of, sources, queries, weights):
 def check_case(router, N, H, K, T, scale, dtype, device):
     """
     -> (errors, allowed errors) of reads, source gradients and query gradients: ||a - b|| / ||b|| against fp64, inf
-    where two runs differ in a bit. fp32 may be 1e-5 off, or 4x as far as eager fp32 is; 16 bits 1.2x as far as eager.
-    Buffers are poisoned: an element that nobody writes is NaN.
+    where two runs differ in a bit. fp32 may be 1e-5 off, or 4x as far as eager fp32 is; 16 bits 1.2x as far as eager,
+    but 3x in the query gradients: dh . read takes the read as it was stored, rounded, as FlashAttention does, and
+    where one source has all the weight there is little else in dl. Buffers are poisoned: what nobody writes is NaN.
     """
     g = torch.Generator().manual_seed(N * H + K)
     sources = [(torch.randn(1, T, H * K, generator=g) * (.5 + i % 3)).to(device, dtype) for i in range(N)]
@@ -657,7 +658,8 @@ def check_case(router, N, H, K, T, scale, dtype, device):
     def errors(results):
         return [((a.double() - b).norm() / b.norm().clamp_min(1e-9)).item() for a, b in zip(results, truth)]
     same = all(torch.equal(a, b) for a, b in zip(got, again))
-    allowed = [max(1e-5, 4 * e) if dtype == torch.float32 else 1.2 * e + 1e-4 for e in errors(eager)]
+    slack = [1.2, 1.2, 3.0]
+    allowed = [max(1e-5, 4 * e) if dtype == torch.float32 else s * e + 1e-4 for s, e in zip(slack, errors(eager))]
     return errors(got) if same else [float("inf")] * 3, allowed
 
 
