@@ -109,8 +109,8 @@ def route_weights(sources, query, gain, H, eps=1e-6):
     softmax_i(query[h] . (gain * RMSNorm(s_i))[h]). The norm is over the full width D: H changes only the softmax.
     """
     N, B, T, D = sources.shape
-    keys = normalize(sources, eps) * gain
-    scores = (keys * query).view(N, B, T, H, D // H).sum(-1)
+    keys = normalize(sources, eps)                                      # (N, B, T, D)
+    scores = (keys * (query * gain)).view(N, B, T, H, D // H).sum(-1)   # (N, B, T, H)
     return scores.softmax(dim=0)
 
 
@@ -139,7 +139,9 @@ class EagerRouter:
     def __call__(self, source):
         query, gain = self.sites[len(self.sources)]
         self.sources.append(source)
-        # Recomputed in backward: what each site's softmax saves would add up to O(N^2) copies of a hidden state.
+        if not source.is_cuda:
+            return self.route(self.sources, query, gain, self.H, self.eps)
+        # Recomputed in backward: what all sites save would be N^2 hidden states, more than a GPU has room for.
         return checkpoint(self.route, list(self.sources), query, gain, self.H, self.eps, use_reentrant=False)
 
 
@@ -274,7 +276,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     chunk's gradient is taken while its logits are there: d(sum of losses)/dx and /dweight are ready before backward
     is called, which only scales them. That is why every loss must get the same upstream gradient (as in a mean).
     """
-    CHUNK = 16384   # tokens
+    CHUNK = 8192    # tokens
 
     @staticmethod
     def forward(ctx, x, weight, targets, vocab_size, with_grad, chunk_loss):
