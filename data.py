@@ -41,8 +41,8 @@ CL100K_PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+
 class DataError(ValueError):
     """The input is at fault, not the code: the user gets its message as one line."""
 
-# Tokenizers are all tiktoken.Encoding objects, so the rest of the repo needs to know only that.
 
+# Tokenizers are all tiktoken.Encoding objects, so the rest of the repo needs to know only that.
 
 def get_tokenizer(name, folder=None):
     """name: 'bytes', 'gpt2', 'cl100k_base', the path of a ranks file, or the name of one in `folder`.
@@ -83,8 +83,8 @@ def token_bytes(tokenizer, vocab_size):
             lengths[i] = len(token)
     return lengths
 
-# Shards and meta.json: the dataset on disk.
 
+# Shards and meta.json: the dataset on disk.
 
 def open_shard(path):
     """The tokens of a shard, a read-only array (count,) that stays on disk until it is read.
@@ -173,8 +173,8 @@ def read_meta(folder):
         what = folder.name if folder.name in READY else f"{what} --tokenizer gpt2"
         raise DataError(f"no dataset in {folder} (no meta.json); make it with: python data.py {what}") from e
 
-# From files to pieces of text. All of these are generators: no file is ever whole in memory.
 
+# From files to pieces of text. All of these are generators: no file is ever whole in memory.
 
 def progress_bar(label, total, done=0):
     """Returns update(done, final=False), which shows MB, rate and ETA. total: bytes, or None."""
@@ -282,8 +282,8 @@ def split_of(text, val_fraction):
     digest = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
     return "val" if int(digest[:8], 16) < val_fraction * 2**32 else "train"
 
-# From pieces of text to a dataset, and the commands.
 
+# From pieces of text to a dataset, and the commands.
 
 def build(folder, tokenizer, pieces, shard_tokens=10**8, overwrite=False):
     """Tokenizes pieces, (split, first, text) each, into the dataset `folder`. It is built beside its
@@ -453,8 +453,8 @@ def prepare_shakespeare(tokenizer="bytes", val_fraction=0.1, out="data", overwri
     n = int(len(text) * (1 - val_fraction))
     return build(folder, tokenizer, [("train", True, text[:n]), ("val", True, text[n:])], overwrite=overwrite)
 
-# What train.py and eval.py read.
 
+# What train.py and eval.py read.
 
 class Windows:
     """A split seen as one stream of T tokens, in ceil((T - 1) / block_size) windows that overlap by
@@ -519,8 +519,8 @@ def fixed_windows(windows, count):
         return list(range(len(windows)))
     return [i * len(windows) // count for i in range(count)]
 
-# The command line.
 
+# The command line.
 
 def count(text):
     """A number of things, also as 100e6."""

@@ -25,12 +25,20 @@ class EvalError(ValueError):
     """Runs that cannot be read or compared; the message says why."""
 
 
-def load_run(run, device):
-    """RUN -> (model in eval mode, the checkpoint's dictionary)."""
+def read_checkpoint(run):
+    """RUN -> the dictionary that train.py saved, on the CPU."""
     path = Path(run, 'ckpt.pt')
     if not path.exists():
-        raise EvalError(f"{run}: there is no {path}; a run is a folder that train.py wrote")
-    checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+        raise EvalError(f"there is no {path}; a run is a folder that train.py wrote")
+    try:
+        return torch.load(path, map_location='cpu', weights_only=True)
+    except Exception as error:      # torch's own are of many types
+        raise EvalError(f"{path} cannot be read: {error}") from error
+
+
+def load_run(run, device):
+    """RUN -> (model in eval mode, the checkpoint's dictionary)."""
+    checkpoint = read_checkpoint(run)
     return Transformer.from_checkpoint(checkpoint, device).eval(), checkpoint
 
 
@@ -44,13 +52,27 @@ def check_tokenizer(checkpoint, folder):
 
 def read_log(run):
     """RUN -> the records of its log.jsonl, a list of dictionaries."""
-    return [json.loads(line) for line in Path(run, 'log.jsonl').read_text().splitlines()]
+    path = Path(run, 'log.jsonl')
+    if not path.exists():
+        raise EvalError(f"{run}: there is no {path}; a run is a folder that train.py wrote")
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            break       # the process died while it wrote this line
+    return records
 
 
-def autocast(device):
-    """bf16 where the GPU has it, as in training."""
-    bf16 = device.type == 'cuda' and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.autocast(device.type, torch.bfloat16, enabled=bf16)
+def uses_bf16(device, dtype):
+    """dtype is the flag of train.py: 'auto' is bf16 on GPUs that have it."""
+    return dtype == 'bf16' or (dtype == 'auto' and device.type == 'cuda'
+                               and torch.cuda.is_bf16_supported(including_emulation=False))
+
+
+def autocast(device, dtype):
+    """The precision a run was trained in, for training and evaluating alike."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=uses_bf16(device, dtype))
 
 
 @torch.no_grad()
@@ -63,11 +85,13 @@ def window_losses(model, windows, indices, batch_size, device):
     return torch.cat(losses)
 
 
-def bits_per_byte(nats, windows, indices, tokenizer):
-    """Nats per token over these windows -> bits per byte of the text, which no longer depends on the tokenizer."""
-    size = data.token_bytes(tokenizer, tokenizer.n_vocab)       # (V,), bytes of text a token stands for
-    targets = torch.cat([torch.from_numpy(windows[i][1:]) for i in indices])
-    return nats * len(targets) / (math.log(2) * size[targets].sum().item())
+def bytes_per_token(windows, indices, tokenizer):
+    """
+    Mean bytes of text a target of these windows stands for. Nats per token / ln 2 / bytes per token are bits per byte,
+    which no longer depend on the tokenizer.
+    """
+    size = data.token_bytes(tokenizer, tokenizer.n_vocab).numpy()      # (V,)
+    return sum(int(size[windows[i][1:]].sum()) for i in indices) / (len(indices) * windows.block_size)
 
 
 def sample_text(model, tokenizer, prompt, max_new_tokens, temperature=0.8, top_k=50, seed=0):
@@ -80,10 +104,16 @@ def sample_text(model, tokenizer, prompt, max_new_tokens, temperature=0.8, top_k
     with torch.random.fork_rng(devices=[device] if device.type == 'cuda' else []):
         torch.manual_seed(seed)
         out = model.generate(torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k)
-    return tokenizer.decode(out[0, 1:].tolist())
+    text = b''
+    for token in out[0, 1:].tolist():
+        try:
+            text += tokenizer.decode_single_token_bytes(token)
+        except KeyError:        # some vocabularies have gaps, and a young model samples them too
+            text += '\ufffd'.encode()
+    return text.decode('utf-8', errors='replace')
 
 
-# ---- commands ----
+# Commands.
 
 def run_losses(run, args, device):
     """RUN -> (its model, checkpoint, validation windows, their indices, their losses)."""
@@ -92,7 +122,7 @@ def run_losses(run, args, device):
     check_tokenizer(checkpoint, folder)
     windows = data.Windows(folder, 'val', model.config.block_size)
     indices = data.fixed_windows(windows, args.windows)
-    with autocast(device):
+    with autocast(device, checkpoint['flags']['dtype']):
         losses = window_losses(model, windows, indices, args.batch, device)
     return model, checkpoint, windows, indices, losses
 
@@ -108,7 +138,7 @@ def val(args, device):
         line = f"{run}: step {checkpoint['step']:,}, val loss {nats:.4f} +- {standard_error(losses):.4f} nats per token"
         try:
             tokenizer = data.get_tokenizer(checkpoint['tokenizer'], args.data or checkpoint['flags']['data'])
-            line += f", {bits_per_byte(nats, windows, indices, tokenizer):.4f} bits per byte"
+            line += f", {nats / math.log(2) / bytes_per_token(windows, indices, tokenizer):.4f} bits per byte"
         except data.DataError as error:
             line += f" (no bits per byte: {error})"
         print(f"{line}, {len(indices)} windows of {windows.block_size} tokens")
@@ -120,7 +150,7 @@ def sample(args, device):
     prompt_tokens, block_size = 1 + len(tokenizer.encode_ordinary(args.prompt)), model.config.block_size
     if prompt_tokens > block_size:
         raise EvalError(f"--prompt has {prompt_tokens} tokens, more than the model's block_size = {block_size}")
-    with autocast(device):
+    with autocast(device, checkpoint['flags']['dtype']):
         text = sample_text(model, tokenizer, args.prompt, args.tokens, args.temperature, args.top_k, args.seed)
     print(text)
     if prompt_tokens + args.tokens > block_size:
@@ -179,14 +209,25 @@ def plot_curves(runs, png):
     print(f"loss curves: {png}")
 
 
+def number(kind, least):
+    """A type for argparse: numbers of this kind that are not below `least`."""
+    def parse(text):
+        value = kind(text)
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text}: must be {least} or more")
+        return value
+    parse.__name__ = kind.__name__      # for argparse's message about what is no number at all
+    return parse
+
+
 def main(argv=None):
     parser = argparse.ArgumentParser('eval.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument('--data', help="dataset folder (default: the one the run was trained on)")
-    common.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
+    common.add_argument('--device', choices=('cpu', 'cuda'), default='cuda' if torch.cuda.is_available() else 'cpu')
     losses = argparse.ArgumentParser(add_help=False, parents=[common])
-    losses.add_argument('--windows', type=int, default=0, help="validation windows, evenly spread (default 0: all)")
-    losses.add_argument('--batch', type=int, default=8, help="windows a forward pass")
+    losses.add_argument('--windows', type=number(int, 0), default=0, help="validation windows, evenly spread (default 0: all)")
+    losses.add_argument('--batch', type=number(int, 1), default=8, help="windows a forward pass")
     commands = parser.add_subparsers(dest='command', required=True)
     for command, text in ((val, "validation loss"), (compare, "a table, with paired deltas")):
         sub = commands.add_parser(command.__name__, parents=[losses], help=text)
@@ -197,16 +238,19 @@ def main(argv=None):
     sub = commands.add_parser('sample', parents=[common], help="text")
     sub.add_argument('run', metavar='RUN')
     sub.add_argument('--prompt', default='', help="default: start a new document")
-    sub.add_argument('--tokens', type=int, default=200, help="tokens to generate")
-    sub.add_argument('--temperature', type=float, default=0.8, help="0 = always the likeliest token")
-    sub.add_argument('--top_k', type=int, default=50, help="0 = all tokens")
+    sub.add_argument('--tokens', type=number(int, 0), default=200, help="tokens to generate")
+    sub.add_argument('--temperature', type=number(float, 0), default=0.8, help="0 = always the likeliest token")
+    sub.add_argument('--top_k', type=number(int, 0), default=50, help="0 = all tokens")
     sub.add_argument('--seed', type=int, default=0)
     sub.set_defaults(command=sample)
     args = parser.parse_args(argv)
+    if args.device == 'cuda' and not torch.cuda.is_available():
+        parser.error("--device cuda: there is no CUDA GPU here")
     try:
         args.command(args, torch.device(args.device))
-    except (EvalError, ConfigError, data.DataError) as error:
-        sys.exit(f'eval.py: {error}')
+    except (EvalError, ConfigError, data.DataError, OSError) as error:
+        print(f'eval.py: {error}', file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == '__main__':

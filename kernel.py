@@ -35,6 +35,7 @@ import argparse
 import functools
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -46,8 +47,11 @@ import torch
 if __name__ == "__main__" and not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"    # Triton looks when it is imported
 
-import triton
-import triton.language as tl
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("kernel.py needs Triton (on Linux: pip install triton)") from error
 
 from model import PRESETS, EagerRouter, Transformer, route
 
@@ -61,7 +65,7 @@ if INTERPRET.value:
     TOKENS = 2          # enough to test the loop, at the interpreter's speed
 
 
-# ---- a row is one or two blocks: Triton's blocks are powers of two, and 160 is 128 + 32, not 256 with holes
+# A row is one or two blocks: Triton's blocks are powers of two, and 160 is 128 + 32, not 256 with holes.
 
 @triton.jit
 def span(lo, limit, width: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
@@ -178,7 +182,7 @@ def tensor(table, i, like):
     return tl.multiple_of(tl.load(table + i).to(like.dtype), 16)
 
 
-# ---- forward
+# Forward.
 
 @triton.jit
 def fold(m, l, acc, logit, value):
@@ -262,7 +266,7 @@ def group_fwd(SRC, R, UH, UL, O, LSE, first, sites, tiles, BT, D, H, K: tl.const
             m, l, acc = tl.full((S,), -1e30, tl.float32), tl.zeros((S,), tl.float32), zeros(C, S, W, W2)
 
 
-# ---- backward
+# Backward.
 
 @triton.jit
 def softmax_grad(v, r, u, dh, lse, dhr):
@@ -410,7 +414,7 @@ def push_bwd(DO, O, SRC, R, U, LSE, DV, DQ, n, row, BT, D, H, K: tl.constexpr, F
     store(DQ + t * D, at, real, dq)
 
 
-# ---- autograd
+# Autograd.
 
 def pow2(x):
     return triton.next_power_of_2(x)
@@ -452,7 +456,7 @@ class Tape:
     def begin_site(self, n, x):
         """The tensor of read n's group, allocated when the group begins, and the read's row in it."""
         self.sources.append(x)
-        self.versions.append(x._version)
+        self.versions.append(x._version if self.keep else None)     # inference tensors have none
         group, row = divmod(n, self.S)
         if row == 0:
             self.O[group] = self.new(min(self.S, self.N - n), self.BT, self.D, dtype=self.dtype)
@@ -586,6 +590,8 @@ class DepthRouter:
 
     def __call__(self, source):
         kind = source.device.type
+        if kind == "cuda" and source.device.index != torch.cuda.current_device():
+            raise RuntimeError(f"depth routing: Triton launches on the current device, and that is not {source.device}")
         if torch.is_autocast_enabled(kind):
             source = source.to(torch.get_autocast_dtype(kind))
         if self.tape is None:
@@ -613,7 +619,7 @@ class SimpleRouter(DepthRouter):
     S, forward, backward = 1, staticmethod(simple_forward), staticmethod(simple_backward)
 
 
-# ---- the gate: no time counts before this is green
+# The gate: no time counts before this is green.
 
 def all_reads(sources, queries, H):
     """Every site's read by the definition: `route` in model.py."""
@@ -691,7 +697,7 @@ def check(cases="all"):
     return good
 
 
-# ---- the benchmark
+# The benchmark.
 
 SHAPES = {"100m": (25, 512, 4, 32768), "350m": (49, 1024, 8, 16384), "1b": (73, 1280, 8, 8192)}     # N, D, H, tokens
 SEQUENCES = {"100m": 32, "350m": 32, "1b": 16}      # of a whole training step
@@ -744,6 +750,7 @@ def medians(runs, rounds):
                 try:
                     times[arm].append(milliseconds(run))
                 except Exception as error:      # stays in the table
+                    print(f"{arm}: {error}", file=sys.stderr)
                     times[arm] = f"failed: {error}".splitlines()[0][:60]
                     if isinstance(error, torch.cuda.OutOfMemoryError):
                         times[arm] = "out of memory"
@@ -759,7 +766,10 @@ def copy_speed():
 
 
 def bench_routing(preset, arms, copy, rounds):
-    """Routing alone: forward, and forward + backward, of all sites of one model. -> records"""
+    """
+    Routing alone: forward, and forward + backward, of all sites of one model. -> records. (The eager arms recompute each
+    read in backward, as the model does, for lack of memory: one more forward.)
+    """
     N, D, H, tokens = SHAPES[preset]
     sources = [torch.randn(1, tokens, D, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(N)]
     weights = [torch.randn_like(x) for x in sources]
@@ -852,13 +862,15 @@ def main():
         print("the gate is green, in Triton's interpreter; without a GPU nothing is timed")
         return
     copy = copy_speed()
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
-    machine = {"gpu": torch.cuda.get_device_name(), "driver": driver.stdout.strip(), "torch": torch.__version__,
+    driver = shutil.which("nvidia-smi") and subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.strip()
+    machine = {"gpu": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__,
                "triton": triton.__version__, "copy_gb_per_s": copy}
     print(machine)
     records = []
     for preset in asked["presets"]:
         for level in asked["levels"]:
+            torch._dynamo.reset()   # or a graph is compiled for the last preset's shapes and this one's, and slower
             found = (bench_routing(preset, asked["arms"], copy, args.rounds) if level == "routing"
                      else bench_step(preset, asked["arms"], args.rounds))
             records += found

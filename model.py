@@ -25,6 +25,12 @@ from torch.utils.checkpoint import checkpoint
 ROUTERS = ('auto', 'eager', 'fused_simple', 'fused')
 
 
+def triton_runs(device):
+    """Triton, and so torch.compile on a GPU and kernel.py, needs CUDA and compute capability 7.0 or more."""
+    return (device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (7, 0)
+            and importlib.util.find_spec('triton') is not None)
+
+
 class ConfigError(ValueError):
     """A configuration that cannot work; the message names the field, its value and what is allowed."""
 
@@ -89,7 +95,7 @@ PRESETS = {
 }
 
 
-# ---- depth routing: the idea of this repository ----
+# Depth routing: the idea of this repository.
 
 def at_least_fp32(x):
     return x.to(torch.promote_types(x.dtype, torch.float32))
@@ -142,10 +148,11 @@ class EagerRouter:
         if not source.is_cuda:
             return self.route(self.sources, query, gain, self.H, self.eps)
         # Recomputed in backward: what all sites save would be N^2 hidden states, more than a GPU has room for.
-        return checkpoint(self.route, list(self.sources), query, gain, self.H, self.eps, use_reentrant=False)
+        return checkpoint(self.route, list(self.sources), query, gain, self.H, self.eps, use_reentrant=False,
+                          preserve_rng_state=False)
 
 
-# ---- the two sublayers ----
+# The two sublayers.
 
 class RMSNorm(nn.Module):
     def __init__(self, width, eps):
@@ -222,10 +229,11 @@ class Attention(nn.Module):
         mask = None
         if cache is not None:
             k, v = cache.append(k, v)
-            if k.size(2) > T:       # new token t may see all cached ones, and the new ones up to itself
+            if 1 < T < k.size(2):   # new token t may see all cached ones, and the new ones up to itself
                 mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
-        with sdpa_kernel(ATTENTION_BACKENDS, set_priority=True):
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
+        # cuDNN plans anew for each shape, and a cache has another length at every token.
+        with sdpa_kernel(ATTENTION_BACKENDS[cache is not None:], set_priority=True):
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T > 1 and mask is None,
                                                enable_gqa=q.size(1) != k.size(1))
         return self.proj(y.transpose(1, 2).reshape(B, T, D))
 
@@ -252,7 +260,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
 
-# ---- the loss ----
+# The loss.
 
 def chunk_loss(logits, targets, vocab_size):
     """logits (C, padded V), targets (C,) -> losses (C,) in fp32 and d loss / d logits; both 0 where the target is -1."""
@@ -300,7 +308,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         return dx * scale.to(dx.dtype), dw * scale, None, None, None, None
 
 
-# ---- the model ----
+# The model.
 
 class Transformer(nn.Module):
     def __init__(self, config):
@@ -327,16 +335,16 @@ class Transformer(nn.Module):
     def router_on(self, device):
         """
         What config.router comes to on a device: 'eager' (`route`, anywhere), or one of the Triton operators of
-        kernel.py, 'fused' or 'fused_simple'. 'auto' is fused on a CUDA GPU and eager elsewhere. ConfigError if a
+        kernel.py, 'fused' or 'fused_simple'. 'auto' is fused where Triton runs and eager elsewhere. ConfigError if a
         fused one is asked for where it cannot run.
         """
-        router, triton = self.config.router, importlib.util.find_spec('triton') is not None
-        runs = triton and (device.type == 'cuda' or os.environ.get('TRITON_INTERPRET') == '1')
+        router = self.config.router
         if router == 'auto':
-            return 'fused' if runs and device.type == 'cuda' else 'eager'
-        if router != 'eager' and not runs:
-            raise ConfigError(f"router = {router!r}: needs Triton and a CUDA GPU (or TRITON_INTERPRET=1); here: {device}, "
-                              f"Triton {'installed' if triton else 'not installed'}. 'eager' and 'auto' run anywhere")
+            return 'fused' if triton_runs(device) else 'eager'
+        interpreted = os.environ.get('TRITON_INTERPRET') == '1' and importlib.util.find_spec('triton') is not None
+        if router != 'eager' and not (triton_runs(device) or interpreted):
+            raise ConfigError(f"router = {router!r}: needs Triton and a CUDA GPU of compute capability 7.0 or more, which "
+                              f"{device} is not; 'eager' and 'auto' run anywhere")
         return router
 
     def new_router(self, x):
@@ -354,23 +362,24 @@ class Transformer(nn.Module):
         positions = slice(start, start + idx.size(1))
         rope = self.cos[positions], self.sin[positions]
         x = self.wte(idx)
-        if torch.is_autocast_enabled(x.device.type):    # let the depth sources be as small as the sublayers' outputs
+        if torch.is_autocast_enabled(x.device.type):
+            # As small as the sublayers' outputs. For H = 0 this makes the running sum itself bf16: each sum rounds.
             x = x.to(torch.get_autocast_dtype(x.device.type))
 
         router = self.new_router(x) if self.config.H > 0 else None
         if router:
             x = router(x)                               # site 0 has one source to read, the embedding itself
         for i, block in enumerate(self.blocks):
-            out = self.run(block.attn, x, rope, caches[i] if caches else None)
+            out = self.maybe_checkpoint(block.attn, x, rope, caches[i] if caches else None)
             x = router(out) if router else x + out      # the whole difference: read a mix of all, or add to one sum
-            out = self.run(block.mlp, x)
+            out = self.maybe_checkpoint(block.mlp, x)
             x = router(out) if router else x + out
         return self.norm(x)
 
-    def run(self, sublayer, *args):
+    def maybe_checkpoint(self, sublayer, x, *args):
         if self.checkpoint_sublayers and torch.is_grad_enabled():
-            return checkpoint(sublayer, *args, use_reentrant=False)
-        return sublayer(*args)
+            return checkpoint(sublayer, x, *args, use_reentrant=False, preserve_rng_state=False)
+        return sublayer(x, *args)
 
     def forward(self, idx, targets=None, reduction='mean', caches=None):
         """
@@ -426,11 +435,12 @@ class Transformer(nn.Module):
 
     def compile_parts(self):
         """
-        torch.compile, in place (parameter names stay). The plain model compiles as a whole. With routing each sublayer
-        compiles on its own, since the sites between them each see one source more: one graph serves all layers.
+        torch.compile, in place (parameter names stay). The plain model compiles as a whole. With routing (or with
+        activation checkpointing) each sublayer compiles on its own, and one graph serves all layers: the sites between
+        them, which each see one source more, stay outside.
         """
         self.chunk_loss = torch.compile(chunk_loss)
-        if self.config.H == 0:
+        if self.config.H == 0 and not self.checkpoint_sublayers:
             self.hidden = torch.compile(self.hidden)
         else:
             for block in self.blocks:
@@ -439,10 +449,10 @@ class Transformer(nn.Module):
 
     def parameter_groups(self, weight_decay):
         """For AdamW: matrices decay; norm weights and the routing's queries and gains (vectors, a row a site) do not."""
-        matrices = [p for m in self.modules() if isinstance(m, (nn.Linear, nn.Embedding)) for p in m.parameters()]
-        chosen = set(matrices)
-        vectors = [p for p in self.parameters() if p not in chosen]
-        return [{'params': matrices, 'weight_decay': weight_decay}, {'params': vectors, 'weight_decay': 0.0}]
+        groups = {True: [], False: []}
+        for name, p in self.named_parameters():
+            groups[p.dim() == 2 and name not in ('queries', 'gains')].append(p)
+        return [{'params': groups[True], 'weight_decay': weight_decay}, {'params': groups[False], 'weight_decay': 0.0}]
 
     def count_parameters(self):
         """(embedding, rest): a tied embedding counts once; padding rows are not counted."""
@@ -453,12 +463,12 @@ class Transformer(nn.Module):
 
     def flops_per_token(self):
         """
-        FLOPs of one training step per token, forward and backward: 6 a parameter (the tied embedding once, as the
-        head), and 6 * n_layer * n_embd * block_size for causal attention, which sees half of the block on average.
-        Routing is left out on purpose: MFU then compares H = 0, 1 and k as tokens a second do.
+        FLOPs of one training step per token, forward and backward: 6 a parameter (of the embedding only the head's
+        product), and 6 * n_layer * n_embd * block_size for causal attention, which sees half of the block on average.
+        Routing's own are left out on purpose: MFU then compares H = 0, 1 and k as tokens a second do.
         """
         c = self.config
-        return 6 * sum(self.count_parameters()) + 6 * c.n_layer * c.n_embd * c.block_size
+        return 6 * (c.vocab_size * c.n_embd + self.count_parameters()[1] + c.n_layer * c.n_embd * c.block_size)
 
     def describe(self):
         c, (embedding, rest) = self.config, self.count_parameters()
@@ -469,6 +479,7 @@ class Transformer(nn.Module):
     @classmethod
     def from_checkpoint(cls, checkpoint, device='cpu'):
         """A model from what train.py saved (the dictionary in OUT/ckpt.pt)."""
-        model = cls(Config(**checkpoint['model_config'])).to(device)
+        config = Config(**checkpoint['model_config'] | {'router': 'auto'})  # the router is this machine's matter
+        model = cls(config).to(device)
         model.load_state_dict(checkpoint['model'])
         return model

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -72,7 +72,7 @@ def random_site(N=5, D=24, seed=0):
     return [torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((N, 2, 3, D), (D,), (D,))]
 
 
-# ---- routing ----
+# Routing.
 
 @pytest.mark.parametrize('H', [1, 2, 8])
 def test_zero_queries_compute_the_plain_transformer(H):
@@ -147,7 +147,7 @@ def test_every_query_and_gain_gets_a_gradient_once_there_is_a_choice():
         assert (p.grad[1:].abs().sum(1) > 0).all()
 
 
-# ---- the model ----
+# The model.
 
 @pytest.mark.parametrize('H', ALL_H)
 def test_no_future_token_changes_an_earlier_logit(H):
@@ -273,7 +273,7 @@ def test_config_errors_name_field_value_and_what_is_allowed(changes, words):
     assert words in str(error.value)
 
 
-# ---- the fused kernels, in Triton's interpreter where there is no GPU ----
+# The fused kernels, in Triton's interpreter where there is no GPU.
 
 needs_triton = pytest.mark.skipif(kernel is None, reason='Triton is not installed (it exists for Linux only)')
 FUSED = ['fused_simple', 'fused']
@@ -397,6 +397,8 @@ def test_two_routers_at_once_and_autocast(name):
         results.append(torch.autograd.grad(sum(x.square().sum() + y.square().sum() for x, y in pairs), [*sources, q]))
     for got, want in zip(*reversed(results)):
         assert (got - want).norm() <= 1e-5 * want.norm()
+    with torch.inference_mode():
+        assert torch.equal(operator(name)(q, 2)(sources[0]), sources[0])
     with torch.autocast(DEVICE, torch.bfloat16):
         assert operator(name)(q, 2)(sources[0]).dtype == torch.bfloat16
 
@@ -406,9 +408,11 @@ def test_a_fused_router_that_cannot_run_is_a_clear_error(monkeypatch):
     with pytest.raises(ConfigError, match="router = 'fused': needs Triton and a CUDA GPU"):
         small_model(2, router='fused').float()(tokens(1, 4))
     assert small_model(2).router_on(torch.device('cpu')) == 'eager'
+    saved = {'model_config': asdict(small_config(2, router='fused')), 'model': Transformer(small_config(2)).state_dict()}
+    assert Transformer.from_checkpoint(saved).router_on(torch.device('cpu')) == 'eager', "trained on a GPU, read here"
 
 
-# ---- data ----
+# Data.
 
 ODD = "\x00\r\n\u00e9 e\u0301 \u4e2d\U0001f600\u202e\ufeff \u2028 \t\n<|endoftext|> \x7f" + "x" * 200
 
@@ -767,12 +771,13 @@ def test_shakespeare(server, monkeypatch):
     assert data.read_meta("data/shakespeare")["val_tokens"] == 10001 and "Authorization" not in server.log[0][1]
 
 
-# ---- training ----
+# Training.
 
 @pytest.fixture(scope='module')
 def text_data(tmp_path_factory):
     """The default dataset: real text, Python's standard library as bytes."""
     return str(data.prepare_stdlib(tmp_path_factory.mktemp('data')))
+
 
 TINY = ['--n_layer=2', '--n_embd=32', '--n_head=4', '--n_kv_head=2', '--ffn_dim=48', '--block_size=32', '--batch=8',
         '--lr=1e-2', '--eval_windows=8', '--log_interval=1']
@@ -853,8 +858,19 @@ def test_resume_after_a_crash_drops_what_will_happen_again(text_data, tmp_path):
     out = tmp_path / 'run'
     log = run_train(text_data, out, '--steps=8', '--stop_at=4')
     with open(out / 'log.jsonl', 'a') as f:     # the crashed process had logged a step more than it had saved
-        f.write(json.dumps({'kind': 'train', 'step': 5, 'loss': 99.0}) + '\n')
+        f.write(json.dumps({'kind': 'train', 'step': 5, 'loss': 99.0}) + '\n{"kind": "tra')
+    out = out.rename(tmp_path / 'moved')        # a run may move, and goes on where it is now
     assert losses(run_train(text_data, out, '--resume'))[:4] == losses(log) and 99.0 not in losses(evaluation.read_log(out))
+
+
+def test_resume_goes_by_the_run_and_not_by_the_preset(text_data, tmp_path, capsys):
+    run_train(text_data, tmp_path / 'run', '--steps=4', '--stop_at=2', '--batch=32')
+    out = f'--out={tmp_path}/run'
+    assert '--batch=64 cannot apply with --resume: the run has 32' in refused(capsys, '--resume', out, '--batch=64')
+    train.main(['--resume', out, '--micro_batch=32', '--H=-1', '--stop_at=3'])      # tiny's batch is 16, its KV heads 4
+    assert checkpoint(tmp_path / 'run')['step'] == 3 and checkpoint(tmp_path / 'run')['model_config']['H'] == 2
+    (tmp_path / 'run/ckpt.pt').write_bytes(b'half')
+    assert 'ckpt.pt cannot be read' in refused(capsys, '--resume', out)
 
 
 def test_accumulation_equals_one_large_batch(text_data, tmp_path):
@@ -939,7 +955,11 @@ def test_flags_take_every_usual_form():
     (['--H=0', '--query_init_std=0.02'], '--query_init_std cannot apply'),
     (['--steps=10', '--tokens=10'], 'give one'),
     (['--batch=8', '--micro_batch=3'], 'micro_batch = 3'),
-    (['--lr=-1'], 'lr = -1.0: must be'),
+    (['--lr=-1'], 'lr = -1.0: must be 0 or more'),
+    (['--max_minutes=nan'], 'max_minutes = nan: must be'),
+    (['--beta2=1'], 'beta2 = 1.0: must be 0 or more and below 1'),
+    (['--steps=inf'], "invalid whole_number value: 'inf'"),
+    (['--tokens=-5'], 'tokens = -5: must be 1 or more'),
     (['--data=nowhere'], 'nowhere'),
     (['--resume', '--out=nowhere'], 'there is no nowhere/ckpt.pt'),
 ])
@@ -966,7 +986,7 @@ def test_decay_falls_on_matrices_only():
     assert {'queries', 'gains'} < {names[id(p)] for p in rest}
 
 
-# ---- evaluation ----
+# Evaluation.
 
 @pytest.fixture(scope='module')
 def runs(text_data, tmp_path_factory):
@@ -1016,5 +1036,6 @@ def test_a_checkpoint_meets_only_data_of_its_tokenizer(runs, tmp_path, capsys):
     (other / 'meta.json').write_text(json.dumps(meta | {'tokenizer': 'gpt2', 'vocab_size': 50257}))
     with pytest.raises(SystemExit) as end:
         evaluation.main(['val', runs[0], f'--data={other}'])
-    assert 'gpt2' in str(end.value.code) and 'bytes' in str(end.value.code)
+    message = capsys.readouterr().err
+    assert end.value.code == 2 and 'gpt2' in message and 'bytes' in message
     assert 'gpt2' in refused(capsys, '--resume', f'--out={runs[0]}', f'--data={other}', '--steps=30')

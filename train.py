@@ -18,6 +18,7 @@ import math
 import os
 import platform
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,8 +33,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import data
-from eval import bits_per_byte, check_tokenizer, sample_text, window_losses
-from model import PRESETS, Config, ConfigError, Transformer
+from eval import (EvalError, autocast, bytes_per_token, check_tokenizer, read_checkpoint, read_log, sample_text,
+                  uses_bf16, window_losses)
+from model import PRESETS, Config, ConfigError, Transformer, triton_runs
 
 
 @dataclass
@@ -89,16 +91,17 @@ RECIPES = {
 }
 SHAPE = ('block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim', 'rope_theta')
 MAY_CHANGE_ON_RESUME = {'resume', 'out', 'data', 'steps', 'tokens', 'micro_batch', 'compile', 'checkpoint_sublayers',
-                        'log_interval', 'eval_interval', 'save_interval', 'stop_at', 'max_minutes', 'wandb', 'router'}
-ONE_PROCESS_ONLY = {'resume', 'stop_at', 'max_minutes', 'compile'}      # not taken over from the saved flags
+                        'log_interval', 'eval_interval', 'eval_windows', 'save_interval', 'stop_at', 'max_minutes',
+                        'wandb', 'router'}
+NOT_INHERITED = {'resume', 'overwrite', 'out', 'stop_at', 'max_minutes', 'compile'}   # of the process, not the run
 PEAK_BF16_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12}    # dense
 
 
-# ---- flags ----
+# Flags.
 
 def whole_number(text):
-    value = float(text.replace('_', ''))    # so that 1e3 and 20_000 are whole numbers too
-    if value != int(value):
+    value = float(text)     # so that 1e3 and 20_000 are whole numbers too
+    if not value.is_integer():
         raise ValueError
     return int(value)
 
@@ -136,6 +139,13 @@ def complete(flags, given, world):
     shape = replace(PRESETS[flags.preset], H=flags.H, **changed)        # a Config, which checks itself
     flags = replace(flags, H=shape.H, **{name: getattr(shape, name) for name in SHAPE},
                     **{name: value for name, value in recipe.items() if getattr(flags, name) is None})
+    least = dict(tokens=1, steps=1, batch=1, micro_batch=1, log_interval=1, save_interval=1, stop_at=1, seed=0, warmup=0,
+                 eval_interval=0, eval_windows=0, lr=0, min_lr=0, clip=0, weight_decay=0, max_minutes=0,
+                 query_init_std=0, beta1=0, beta2=0)
+    for name, low in least.items():
+        value, high = getattr(flags, name), 1 if name in ('beta1', 'beta2') else math.inf
+        if value is not None and not low <= value < high:
+            raise ConfigError(f"{name} = {value}: must be {low} or more{' and below 1' if high == 1 else ''}")
     if flags.tokens is not None:
         if 'steps' in given:
             raise ConfigError("--steps and --tokens both say how long to train: give one")
@@ -144,17 +154,6 @@ def complete(flags, given, world):
     for name in ('eval_interval', 'save_interval'):
         if getattr(flags, name) is None:
             setattr(flags, name, max(1, flags.steps // 10))
-    least = dict(batch=1, micro_batch=1, steps=1, log_interval=1, save_interval=1, stop_at=1, seed=0, warmup=0,
-                 eval_interval=0, eval_windows=0)
-    for name, value in least.items():
-        if getattr(flags, name) is not None and getattr(flags, name) < value:
-            raise ConfigError(f"{name} = {getattr(flags, name)}: must be {value} or more")
-    for name in ('lr', 'clip', 'weight_decay', 'min_lr'):
-        if not 0 <= getattr(flags, name) < math.inf:
-            raise ConfigError(f"{name} = {getattr(flags, name)}: must be a number, 0 or more")
-    for name in ('beta1', 'beta2'):
-        if not 0 <= getattr(flags, name) < 1:
-            raise ConfigError(f"{name} = {getattr(flags, name)}: must be 0 or more and below 1")
     for name in ('query_init_std', 'router'):
         if flags.H == 0 and name in given:
             raise ConfigError(f"--{name} cannot apply: with H = 0 there is no routing")
@@ -173,16 +172,20 @@ def complete(flags, given, world):
     return flags
 
 
-def merge_with_saved(flags, given, saved):
-    """On --resume the run keeps its own flags; only those that leave the batches and the recipe alone may change."""
-    for name in given - MAY_CHANGE_ON_RESUME:
-        if getattr(flags, name) != saved[name]:
-            raise ConfigError(f"--{name}={getattr(flags, name)} cannot apply with --resume: the run has {saved[name]}")
-    kept = {name: value for name, value in saved.items() if name not in given | ONE_PROCESS_ONLY}
-    if given & {'steps', 'tokens'}:     # a new length plans the schedule anew
+def merge_with_saved(flags, given, saved, world):
+    """
+    On --resume the run keeps its own flags. Those that leave the batches and the recipe alone may change; so may the
+    length, and then all that follows from it and was not given again is planned anew.
+    """
+    kept = {name: value for name, value in saved.items() if name not in given | NOT_INHERITED}
+    if given & {'steps', 'tokens'}:
         kept |= {name: None for name in ('steps', 'tokens', 'warmup', 'eval_interval', 'save_interval')
                  if name not in given}
-    return replace(flags, **kept)
+    merged = complete(replace(flags, **kept), given, world)
+    for name in sorted(given - MAY_CHANGE_ON_RESUME):
+        if getattr(merged, name) != saved[name]:
+            raise ConfigError(f"--{name}={getattr(merged, name)} cannot apply with --resume: the run has {saved[name]}")
+    return merged
 
 
 def learning_rate(step, flags):
@@ -193,30 +196,22 @@ def learning_rate(step, flags):
     return flags.lr * (flags.min_lr + (1 - flags.min_lr) * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-# ---- the machine ----
+# The machine.
 
 def setup_device():
     """-> (rank, processes, device). torchrun sets the environment; without it there is one process."""
-    rank, world = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
-    device = 'cpu'
+    rank, local, world = (int(os.environ.get(name, default)) for name, default in
+                          (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
+    device = torch.device('cpu')
     if torch.cuda.is_available():
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        if local >= torch.cuda.device_count():
+            sys.exit(f"train.py: process {local} of this machine has no GPU: there are {torch.cuda.device_count()}")
+        device = torch.device('cuda', local)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')
     if world > 1:
-        dist.init_process_group('nccl' if device != 'cpu' else 'gloo')
-    return rank, world, torch.device(device)
-
-
-def compile_works(device):
-    """torch.compile pays on a GPU; there it needs Triton and compute capability 7.0."""
-    if device.type != 'cuda' or torch.cuda.get_device_capability(device) < (7, 0):
-        return False
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return False
-    return True
+        dist.init_process_group('gloo' if device.type == 'cpu' else 'nccl')
+    return rank, world, device
 
 
 def memory_gib(device):
@@ -228,14 +223,14 @@ def memory_gib(device):
 
 
 def machine_facts(device, world):
-    git = subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=Path(__file__).parent,
-                         capture_output=True, text=True)
+    git = shutil.which('git') and subprocess.run(['git', 'describe', '--always', '--dirty'], cwd=Path(__file__).parent,
+                                                 capture_output=True, text=True).stdout.strip()
     return {'python': platform.python_version(), 'torch': torch.__version__, 'processes': world,
             'device': torch.cuda.get_device_name(device) if device.type == 'cuda' else platform.processor() or 'cpu',
-            'cuda': torch.version.cuda, 'git': git.stdout.strip() or None, 'command': ' '.join(sys.argv)}
+            'cuda': torch.version.cuda, 'git': git or None, 'command': ' '.join(sys.argv)}
 
 
-# ---- checkpoints and the log ----
+# Checkpoints and the log.
 
 def save_checkpoint(path, checkpoint):
     """Atomic: a crash while saving leaves the old checkpoint whole. Tensors and plain types only."""
@@ -263,11 +258,11 @@ class Log:
     """OUT/log.jsonl, one record a line; the screen, one line that updates; and Weights & Biases if asked for."""
 
     def __init__(self, flags, resumed_step=None):
-        self.flags, path, kept = flags, Path(flags.out, 'log.jsonl'), []
-        if resumed_step is not None and path.exists():      # what came after the checkpoint will happen again: drop it
-            kept = [line for line in path.read_text().splitlines() if json.loads(line)['step'] <= resumed_step]
-        path.write_text(''.join(line + '\n' for line in kept))
-        self.file = open(path, 'a', buffering=1)
+        self.flags, kept = flags, []
+        if resumed_step is not None:        # what came after the checkpoint will happen again: drop it
+            kept = [record for record in read_log(flags.out) if record['step'] <= resumed_step]
+        self.file = open(Path(flags.out, 'log.jsonl'), 'w', buffering=1)
+        self.file.writelines(json.dumps(record) + '\n' for record in kept)
         self.wandb = None
         if flags.wandb:
             import wandb
@@ -286,7 +281,7 @@ class Log:
             print(line, flush=True)
 
 
-# ---- the run ----
+# The run.
 
 @dataclass
 class Run:
@@ -295,18 +290,19 @@ class Run:
     rank: int
     world: int                  # processes
     device: torch.device
-    bf16: bool
     meta: dict                  # the dataset's meta.json
     model: Transformer
     optimizer: torch.optim.Optimizer
     loader: data.Loader
     val: data.Windows
+    val_indices: list           # the validation windows that are read, always the same
     tokenizer: object = None    # None: it could not be loaded
+    bytes_per_token: Optional[float] = None     # of those windows; None without tokenizer
     step: int = 0
     log: Optional[Log] = None   # on rank 0 only
 
     def autocast(self):
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16)
+        return autocast(self.device, self.flags.dtype)
 
     def say(self, line):
         if self.rank == 0:
@@ -321,28 +317,25 @@ class Run:
 
 def open_run(flags, given, world):
     """-> (complete flags, the checkpoint to go on from or None), after checking that OUT may be written."""
-    planned = complete(flags, given, world)
-    path = Path(planned.out, 'ckpt.pt')
     if not flags.resume:
-        if Path(planned.out, 'log.jsonl').exists() and not flags.overwrite:
-            raise ConfigError(f"{planned.out} holds a run: --resume goes on with it, --overwrite starts anew, "
+        flags = complete(flags, given, world)
+        if any(Path(flags.out, name).exists() for name in ('ckpt.pt', 'log.jsonl')) and not flags.overwrite:
+            raise ConfigError(f"{flags.out} holds a run: --resume goes on with it, --overwrite starts anew, "
                               f"--out=DIR goes elsewhere")
-        return planned, None
+        return flags, None
     if flags.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
-    if not path.exists():
-        raise ConfigError(f"--resume: there is no {path}")
-    saved = torch.load(path, map_location='cpu', weights_only=True)
-    return complete(merge_with_saved(planned, given, saved['flags']), given, world), saved
+    flags.out = flags.out or complete(flags, given, world).out
+    saved = read_checkpoint(flags.out)
+    return merge_with_saved(flags, given, saved['flags'], world), saved
 
 
 def start(flags, saved, rank, world, device):
     """Data, model and optimizer, fresh or from a checkpoint -> Run."""
-    if flags.data == 'data/stdlib' and not Path(flags.data).exists():
-        if rank == 0:
-            data.prepare_stdlib()
-        if world > 1:
-            dist.barrier()
+    if rank == 0 and flags.data == 'data/stdlib' and not Path(flags.data).exists():
+        data.prepare_stdlib()
+    if world > 1:
+        dist.barrier()      # rank 0 writes to OUT from here on, so everybody must have looked before
     meta = data.read_meta(flags.data)
     if saved:
         check_tokenizer(saved, flags.data)
@@ -353,13 +346,13 @@ def start(flags, saved, rank, world, device):
     model.checkpoint_sublayers = flags.checkpoint_sublayers
     optimizer = torch.optim.AdamW(model.parameter_groups(flags.weight_decay), lr=flags.lr,
                                   betas=(flags.beta1, flags.beta2), eps=1e-8, fused=True)
-    bf16 = flags.dtype == 'bf16' or (flags.dtype == 'auto' and device.type == 'cuda'
-                                     and torch.cuda.is_bf16_supported(including_emulation=False))
-    run = Run(flags, rank, world, device, bf16, meta, model, optimizer,
+    run = Run(flags, rank, world, device, meta, model, optimizer,
               loader=data.Loader(data.Windows(flags.data, 'train', config.block_size), flags.seed, rank, world),
-              val=data.Windows(flags.data, 'val', config.block_size))
+              val=data.Windows(flags.data, 'val', config.block_size), val_indices=[])
+    run.val_indices = data.fixed_windows(run.val, flags.eval_windows)
     try:
         run.tokenizer = data.get_tokenizer(meta['tokenizer'], flags.data)
+        run.bytes_per_token = bytes_per_token(run.val, run.val_indices, run.tokenizer)
     except data.DataError as error:
         run.say(f"no bits per byte and no sample: {error}")
     if saved:
@@ -370,12 +363,14 @@ def start(flags, saved, rank, world, device):
         run.loader.position = saved['position']
         run.loader.batch_hash = saved['batch_hash'] if rank == 0 else 0     # the ranks' hashes add up
     routing = f"{model.router_on(device)} routing, " if config.H else ''
-    run.say(f"{model.describe()}\n{'bf16' if bf16 else 'fp32'} on {device}, {routing}"
+    run.say(f"{model.describe()}\n{'bf16' if uses_bf16(device, flags.dtype) else 'fp32'} on {device}, {routing}"
             f"torch.compile {'on' if flags.compile else 'off'}")
     if flags.compile:
         model.compile_parts()
     if rank == 0:
         Path(flags.out).mkdir(parents=True, exist_ok=True)
+        if not saved:       # --overwrite: no checkpoint of the old run under the new run's log
+            Path(flags.out, 'ckpt.pt').unlink(missing_ok=True)
         run.log = Log(flags, run.step if saved else None)
         run.log({'kind': 'header', 'step': run.step, **machine_facts(device, world), 'flags': asdict(flags),
                  'model_config': asdict(config), 'data': meta})
@@ -383,16 +378,13 @@ def start(flags, saved, rank, world, device):
 
 
 def evaluate(run):
-    """-> {val_loss in nats a token, val_bpb in bits a byte (None without tokenizer)} over the fixed windows."""
-    windows = data.fixed_windows(run.val, run.flags.eval_windows)
-    uncompiled = torch.compiler.set_stance('force_eager') if run.flags.compile else nullcontext()
-    with run.autocast(), uncompiled:     # the code that eval.py runs, and no recompilation for its shapes
-        losses = window_losses(run.model, run.val, windows[run.rank::run.world], run.flags.micro_batch, run.device)
-    nats = run.sum_over_ranks([losses.sum().item()])[0] / len(windows)
-    bpb = None
-    if run.tokenizer:
-        bpb = bits_per_byte(nats, run.val, windows, run.tokenizer)
-    return {'val_loss': nats, 'val_bpb': bpb}
+    """-> {val_loss, nats per token; val_bpb, bits per byte, None without tokenizer} over the fixed windows."""
+    # Uncompiled is the code that eval.py runs, and its shapes cost no recompilation.
+    with run.autocast(), torch.compiler.set_stance('force_eager'):
+        losses = window_losses(run.model, run.val, run.val_indices[run.rank::run.world], run.flags.micro_batch,
+                               run.device)
+    nats = run.sum_over_ranks([losses.sum().item()])[0] / len(run.val_indices)
+    return {'val_loss': nats, 'val_bpb': run.bytes_per_token and nats / math.log(2) / run.bytes_per_token}
 
 
 def save(run, batch_hash):
@@ -437,7 +429,7 @@ def train(run):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     handlers = {name: signal.signal(name, ask_to_stop) for name in (signal.SIGINT, signal.SIGTERM)}
     flops = run.model.flops_per_token()
-    peak = next((f for name, f in PEAK_BF16_FLOPS.items() if run.device.type == 'cuda' and run.bf16
+    peak = next((f for name, f in PEAK_BF16_FLOPS.items() if run.device.type == 'cuda' and uses_bf16(run.device, flags.dtype)
                  and name in torch.cuda.get_device_name(run.device)), None)
     end = min(flags.steps, flags.stop_at or flags.steps)
     begin = since = time.time()
@@ -475,6 +467,8 @@ def train(run):
         losses, since = [], time.time()
     for name, handler in handlers.items():
         signal.signal(name, handler)
+    if run.log and sys.stdout.isatty():
+        print()         # the line that was updated so far stays
     return bool(asked)
 
 
@@ -484,8 +478,7 @@ def finish(run):
     if run.log:
         run.log({'kind': 'final', 'step': run.step, **result})
         if run.tokenizer:
-            uncompiled = torch.compiler.set_stance('force_eager') if run.flags.compile else nullcontext()
-            with run.autocast(), uncompiled:
+            with run.autocast(), torch.compiler.set_stance('force_eager'):
                 text = sample_text(run.model, run.tokenizer, '', 200, seed=run.flags.seed)
             print(f"sample: {text[:200]}")
         print(f"saved {run.flags.out}/ckpt.pt; look at it with: python eval.py sample {run.flags.out}")
@@ -497,7 +490,7 @@ def main(argv=None):
     try:
         flags, saved = open_run(flags, given, world)
         if flags.compile is None:
-            flags.compile = compile_works(device)
+            flags.compile = triton_runs(device)
         run = start(flags, saved, rank, world, device)
         interrupted = train(run)
         if run.step == flags.steps:
@@ -506,9 +499,8 @@ def main(argv=None):
             run.say(f"stopped at step {run.step} of {flags.steps}; --out={flags.out} --resume goes on")
         if interrupted:
             sys.exit(130)
-    except (ConfigError, data.DataError) as error:
-        if rank == 0:
-            print(f"train.py: {error}", file=sys.stderr)
+    except (ConfigError, EvalError, data.DataError, OSError) as error:
+        print(f"train.py: {f'rank {rank}: ' if world > 1 else ''}{error}", file=sys.stderr)
         sys.exit(2)
     finally:
         if world > 1:
