@@ -4,6 +4,7 @@ Look at trained models. RUN is what train.py wrote: a folder with ckpt.pt and lo
     python eval.py val RUN                          validation loss, nats per token and bits per byte
     python eval.py sample RUN --prompt "def main("  text, continued from the prompt
     python eval.py compare RUN RUN ...              a table, each delta to the first RUN with its paired standard error
+    python eval.py probe RUN                        what the routing reads: numbers in RUN/probe.json, maps in probe.png
 
 Every evaluation reads the same validation windows, so that two models of one block_size can be compared window by
 window: most of what makes a window hard is common to both and cancels in the difference.
@@ -18,7 +19,7 @@ from pathlib import Path
 import torch
 
 import data
-from model import ConfigError, Transformer
+from model import ConfigError, EagerRouter, Transformer, route_weights
 
 
 class EvalError(ValueError):
@@ -209,6 +210,137 @@ def plot_curves(runs, png):
     print(f"loss curves: {png}")
 
 
+# What the routing learned.
+
+class ObservedRouter(EagerRouter):
+    """Reads as EagerRouter does, and shows each site to `observe(n, sources (N, B, T, D), query, gain)`."""
+
+    def __init__(self, model, observe):
+        super().__init__(model.queries, model.gains, model.config.H, model.config.norm_eps)
+        self.observe = observe
+
+    def __call__(self, source):
+        read, n = super().__call__(source), len(self.sources) - 1
+        self.observe(n, torch.stack(self.sources).float(), *self.sites[n])
+        return read
+
+
+def mean_over_tokens(x):
+    """(..., B, T, H) -> (..., H), float64"""
+    return x.double().flatten(-3, -2).mean(-2)
+
+
+def disagreement(sources, query, gain, slices, eps):
+    """
+    How much the parts of the width of an H = 1 site disagree about what to read (the paper's width-disagreement probe):
+    KL(a_s || alpha) in nats, its mean over tokens and slices. a_s are the weights that slice s of the query alone would
+    give, which is what `route_weights` computes for H = slices.
+    """
+    alone, together = (route_weights(sources, query, gain, H, eps).clamp(min=1e-30).log() for H in (slices, 1))
+    return mean_over_tokens((alone.exp() * (alone - together)).sum(0)).mean().item()
+
+
+@torch.no_grad()
+def observe_sites(model, windows, indices, args, device):
+    """-> one dictionary a site of what it reads of these windows; numbers are means over all tokens."""
+    c, sites = model.config, [[] for _ in range(model.config.n_source)]
+    noise = torch.Generator().manual_seed(0)
+    random_queries = torch.randn(model.queries.shape, generator=noise).to(device)
+    random_queries *= model.queries.norm(dim=1, keepdim=True) / random_queries.norm(dim=1, keepdim=True)
+
+    def observe(n, sources, query, gain):
+        weights = route_weights(sources, query, gain, c.H, c.norm_eps)                  # (N, B, T, H)
+        seen = {'weights': mean_over_tokens(weights),                                   # (N, H)
+                'entropy': mean_over_tokens(-(weights * weights.clamp(min=1e-30).log()).sum(0))}    # (H,), nats
+        if c.H == 1:
+            seen['kl'] = disagreement(sources, query, gain, args.slices, c.norm_eps)
+            seen['kl_null'] = disagreement(sources, random_queries[n], gain, args.slices, c.norm_eps)
+        if n == c.n_source - 1:
+            unit = sources / sources.norm(dim=-1, keepdim=True).clamp(min=1e-30)
+            seen['cosine'] = ((unit.sum(0).square().sum(-1) - (n + 1)) / (n * (n + 1))).mean().item()
+        sites[n].append(seen)
+    model.new_router = lambda x: ObservedRouter(model, observe)
+    window_losses(model, windows, indices, args.batch, device)
+    del model.new_router        # back to the class's own
+    sizes = [min(args.batch, len(indices) - start) for start in range(0, len(indices), args.batch)]
+    return [{key: sum(size * seen[key] for size, seen in zip(sizes, batches)) / len(indices) for key in batches[0]}
+            for batches in sites]
+
+
+def probe(args, device):
+    model, checkpoint = load_run(args.run, device)
+    H = model.config.H
+    if H == 0:
+        raise EvalError(f"{args.run} is a plain model (H = 0): there is no routing to look at")
+    if model.config.n_embd % args.slices:
+        raise EvalError(f"--slices={args.slices}: must be a divisor of the width, {model.config.n_embd}")
+    folder = args.data or checkpoint['flags']['data']
+    check_tokenizer(checkpoint, folder)
+    windows = data.Windows(folder, 'val', model.config.block_size)
+    indices = data.fixed_windows(windows, args.windows)
+    with autocast(device, checkpoint['flags']['dtype']):
+        halves = [observe_sites(model, windows, half, args, device) for half in (indices[::2], indices[1::2])]
+    weights = [sum(half[n]['weights'] for half in halves) / 2 for n in range(len(halves[0]))]      # (n + 1, H) a site
+    numbers = {'windows': len(indices), 'cosine': halves[0][-1]['cosine'],
+               'entropy': [site['entropy'].tolist() for site in halves[0]], 'weights': [w.tolist() for w in weights]}
+    print(f"mean pairwise cosine of the {len(weights)} sources: {numbers['cosine']:.3f}")
+    if H == 1:
+        for key in ('kl', 'kl_null'):
+            numbers[key] = statistics.mean(site[key] for half in halves for site in half[1:])   # site 0 has no choice
+        print(f"width disagreement of {args.slices} slices: KL {numbers['kl']:.4f} nats; random queries of the same norm "
+              f"{numbers['kl_null']:.4f}; learned excess {numbers['kl'] - numbers['kl_null']:+.4f}")
+    else:
+        deviations = [torch.cat([(site['weights'] - site['weights'].mean(1, keepdim=True)).flatten() for site in half])
+                      for half in halves]
+        numbers['replication'] = torch.corrcoef(torch.stack(deviations))[0, 1].item()
+        numbers['deviation'] = deviations[0].abs().max().item()
+        print(f"heads differ from their mean by up to {numbers['deviation']:.3f}; the deviations on two disjoint halves of "
+              f"the windows correlate at {numbers['replication']:.3f}")
+    Path(args.run, 'probe.json').write_text(json.dumps(numbers) + '\n')
+    draw_weights(weights, numbers['entropy'], Path(args.run, 'probe.png'))
+
+
+def draw_weights(weights, entropy, png):
+    """Maps of site x source for each head, its deviation from the heads' mean, and the entropy of the reads by depth."""
+    N, H = len(weights), weights[0].size(1)
+    maps = torch.full((H, N, N), math.nan, dtype=torch.float64)
+    for n, w in enumerate(weights):
+        maps[:, n, :n + 1] = w.T
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: pip install matplotlib. Rows are sites, columns sources, the darker the more:")
+        for h, rows in enumerate(maps):
+            print(f"head {h}")
+            for row in rows:
+                print('  ' + ''.join(' ' if math.isnan(x) else ' .:-=+*#%@'[min(9, int(10 * x))] * 2 for x in row.tolist()))
+        return
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    rows = 2 if H > 1 else 1
+    figure, grid = plt.subplots(rows, H + 1, figsize=(3.2 * (H + 1), 3 * rows), squeeze=False, layout='constrained')
+    spread = maps - maps.mean(0)
+    limit = max(spread.nan_to_num().abs().max().item(), 1e-9)
+    for h in range(H):
+        image = grid[0][h].imshow(maps[h].numpy(), vmin=0, vmax=maps.nan_to_num().max().item(), cmap='viridis')
+        grid[0][h].set(title=f'head {h}' if H > 1 else 'AttnRes', xlabel='source', ylabel='site' if h == 0 else '')
+        if H > 1:
+            change = grid[1][h].imshow(spread[h].numpy(), vmin=-limit, vmax=limit, cmap='RdBu_r')
+            grid[1][h].set(xlabel='source', ylabel='site' if h == 0 else '')
+    figure.colorbar(image, ax=grid[0][:H].tolist(), label='weight')
+    if H > 1:
+        figure.colorbar(change, ax=grid[1][:H].tolist(), label='weight - mean of heads')
+        grid[1][H].axis('off')
+    for h in range(H):
+        grid[0][H].plot([site[h] for site in entropy], label=f'head {h}')
+    grid[0][H].plot([math.log(n + 1) for n in range(N)], 'k--', linewidth=1, label='uniform')
+    grid[0][H].set(title='entropy of the reads', xlabel='site', ylabel='nats')
+    grid[0][H].legend(fontsize=7)
+    figure.savefig(png, dpi=110)
+    plt.close(figure)
+    print(f"maps: {png}")
+
+
 def number(kind, least):
     """A type for argparse: numbers of this kind that are not below `least`."""
     def parse(text):
@@ -235,6 +367,10 @@ def main(argv=None):
         sub.set_defaults(command=command)
         if command is compare:
             sub.add_argument('--png', default='compare.png', help="where the loss curves go (default compare.png)")
+    sub = commands.add_parser('probe', parents=[losses], help="what the routing reads")
+    sub.add_argument('run', metavar='RUN')
+    sub.add_argument('--slices', type=number(int, 1), default=4, help="parts of the width, for H = 1 (default 4)")
+    sub.set_defaults(command=probe, windows=32)
     sub = commands.add_parser('sample', parents=[common], help="text")
     sub.add_argument('run', metavar='RUN')
     sub.add_argument('--prompt', default='', help="default: start a new document")

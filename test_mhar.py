@@ -17,6 +17,7 @@ import threading
 import weakref
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -1039,3 +1040,43 @@ def test_a_checkpoint_meets_only_data_of_its_tokenizer(runs, tmp_path, capsys):
     message = capsys.readouterr().err
     assert end.value.code == 2 and 'gpt2' in message and 'bytes' in message
     assert 'gpt2' in refused(capsys, '--resume', f'--out={runs[0]}', f'--data={other}', '--steps=30')
+
+
+def test_width_disagreement_by_hand():
+    # Two sources, each in one half of the width; each half of the query likes the source that lives there.
+    a = 0.8
+    sources = torch.tensor([[2., 0, 0, 0], [0, 0, 2, 0]], dtype=torch.float64)[:, None, None]   # RMS 1
+    query = torch.tensor([a, 0, a, 0], dtype=torch.float64)
+    one = torch.ones(4, dtype=torch.float64)
+    p = 1 / (1 + math.exp(-2 * a))          # what a half gives its own source; both halves together give 1/2
+    by_hand = math.log(2) + p * math.log(p) + (1 - p) * math.log(1 - p)
+    assert evaluation.disagreement(sources, query, one, slices=2, eps=0.0) == pytest.approx(by_hand, abs=1e-12)
+    assert evaluation.disagreement(sources, 0 * query, one, slices=2, eps=0.0) == 0
+
+
+@pytest.mark.parametrize('H', [1, 4])
+def test_zero_queries_are_probed_as_uniform(text_data, H):
+    torch.manual_seed(0)
+    model = Transformer(small_config(H, vocab_size=257))
+    windows, args = data.Windows(text_data, 'val', 24), SimpleNamespace(slices=4, batch=2)
+    sites = evaluation.observe_sites(model, windows, [0, 1, 2], args, torch.device('cpu'))
+    for n, site in enumerate(sites):
+        torch.testing.assert_close(site['weights'], torch.full((n + 1, H), 1 / (n + 1), dtype=torch.float64),
+                                   rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(site['entropy'], torch.full((H,), math.log(n + 1), dtype=torch.float64),
+                                   rtol=1e-5, atol=1e-6)
+        assert H > 1 or site['kl'] == site['kl_null'] == 0
+    assert 'new_router' not in vars(model)
+
+
+def test_probe_writes_numbers_and_maps(runs, capsys):
+    evaluation.main(['probe', runs[1], '--windows=9', '--batch=2'])
+    printed, numbers = capsys.readouterr().out, json.loads(Path(runs[1], 'probe.json').read_text())
+    weights = numbers['weights']
+    assert [len(site) for site in weights] == [1, 2, 3, 4, 5]                   # 2 layers: 5 sites, n + 1 sources each
+    assert all(sum(column) == pytest.approx(1, abs=1e-5) for site in weights for column in zip(*site))
+    assert -1 <= numbers['replication'] <= 1 and 'two disjoint halves' in printed
+    assert Path(runs[1], 'probe.png').exists() or 'no picture' in printed
+    with pytest.raises(SystemExit):
+        evaluation.main(['probe', runs[0]])
+    assert 'plain model' in capsys.readouterr().err
