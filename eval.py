@@ -165,8 +165,8 @@ def compare(args, device):
         setting = (checkpoint['tokenizer'], windows.block_size, args.data or checkpoint['flags']['data'])
         first = first or (setting, losses)
         if setting != first[0]:
-            raise EvalError(f"{run} and {args.runs[0]} cannot be paired: tokenizer, block_size and data are {setting} "
-                            f"and {first[0]}; --data can name one dataset for all")
+            raise EvalError(f"{run} and {args.runs[0]} cannot be paired: they have (tokenizer, block_size, data) = "
+                            f"{setting} and {first[0]}; --data can name one dataset for all")
         train = [r for r in read_log(run) if r['kind'] == 'train']
         delta = losses - first[1]
         rows.append({
@@ -354,31 +354,32 @@ def number(kind, least):
 
 def main(argv=None):
     parser = argparse.ArgumentParser('eval.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument('--data', help="dataset folder (default: the one the run was trained on)")
-    common.add_argument('--device', choices=('cpu', 'cuda'), default='cuda' if torch.cuda.is_available() else 'cpu')
-    losses = argparse.ArgumentParser(add_help=False, parents=[common])
-    losses.add_argument('--windows', type=number(int, 0), default=0, help="validation windows, evenly spread (default 0: all)")
-    losses.add_argument('--batch', type=number(int, 1), default=8, help="windows a forward pass")
     commands = parser.add_subparsers(dest='command', required=True)
-    for command, text in ((val, "validation loss"), (compare, "a table, with paired deltas")):
-        sub = commands.add_parser(command.__name__, parents=[losses], help=text)
-        sub.add_argument('runs', nargs='+', metavar='RUN')
+
+    def add(command, text, windows=None):
+        sub = commands.add_parser(command.__name__, help=text)
         sub.set_defaults(command=command)
-        if command is compare:
-            sub.add_argument('--png', default='compare.png', help="where the loss curves go (default compare.png)")
-    sub = commands.add_parser('probe', parents=[losses], help="what the routing reads")
+        sub.add_argument('--data', help="dataset folder (default: the one the run was trained on)")
+        sub.add_argument('--device', choices=('cpu', 'cuda'), default='cuda' if torch.cuda.is_available() else 'cpu')
+        if windows is not None:
+            sub.add_argument('--windows', type=number(int, 0), default=windows,
+                             help=f"validation windows, evenly spread, 0 = all (default {windows})")
+            sub.add_argument('--batch', type=number(int, 1), default=8, help="windows a forward pass (default 8)")
+        return sub
+    add(val, "validation loss", windows=0).add_argument('runs', nargs='+', metavar='RUN')
+    sub = add(compare, "a table, with paired deltas", windows=0)
+    sub.add_argument('runs', nargs='+', metavar='RUN')
+    sub.add_argument('--png', default='compare.png', help="where the loss curves go (default compare.png)")
+    sub = add(probe, "what the routing reads", windows=32)
     sub.add_argument('run', metavar='RUN')
     sub.add_argument('--slices', type=number(int, 1), default=4, help="parts of the width, for H = 1 (default 4)")
-    sub.set_defaults(command=probe, windows=32)
-    sub = commands.add_parser('sample', parents=[common], help="text")
+    sub = add(sample, "text")
     sub.add_argument('run', metavar='RUN')
     sub.add_argument('--prompt', default='', help="default: start a new document")
     sub.add_argument('--tokens', type=number(int, 0), default=200, help="tokens to generate")
     sub.add_argument('--temperature', type=number(float, 0), default=0.8, help="0 = always the likeliest token")
     sub.add_argument('--top_k', type=number(int, 0), default=50, help="0 = all tokens")
     sub.add_argument('--seed', type=int, default=0)
-    sub.set_defaults(command=sample)
     args = parser.parse_args(argv)
     if args.device == 'cuda' and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA GPU here")

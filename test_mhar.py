@@ -576,7 +576,7 @@ def test_nothing_is_lost_when_prepare_fails(tmp_path, capsys, monkeypatch):
     data.main(["good.txt", *mine, "--val_fraction", "0.3"])
     before = contents("data/mine")
     for argv, words in [(["good.txt"], "already there"), (["good.txt", "bad.jsonl", "--overwrite"], "bad.jsonl line 2"),
-                        (["one.txt", "--overwrite"], "1 pieces of text fell into val: raise --val_fraction"),
+                        (["one.txt", "--overwrite"], "fell into val: raise --val_fraction"),
                         (["cut.txt.gz", "--overwrite"], "cut.txt.gz"), (["latin.txt", "--overwrite"], "latin.txt"),
                         (["nothing*", "--overwrite"], "nothing*"), (["good.txt", "--val_fraction", "2"], "between 0 and 1"),
                         (["good.txt", "--shards", "2"], "takes no --shards"), (["data"], "--name")]:
@@ -950,7 +950,8 @@ def test_flags_take_every_usual_form():
 
 @pytest.mark.parametrize('flags, words', [
     (['--n_layers=3'], 'nearest flag is --n_layer'),
-    (['--steps=1.5'], "invalid whole_number value: '1.5'"),
+    (['--h=0'], 'nearest flag is --H'),
+    (['--steps=1.5'], "invalid whole number value: '1.5'"),
     (['--preset=7b'], "preset = '7b': must be one of tiny, 100m, 350m, 1b"),
     (['--H=3'], 'H = 3: must be 0 or a divisor of n_embd'),
     (['--H=0', '--query_init_std=0.02'], '--query_init_std cannot apply'),
@@ -959,7 +960,7 @@ def test_flags_take_every_usual_form():
     (['--lr=-1'], 'lr = -1.0: must be 0 or more'),
     (['--max_minutes=nan'], 'max_minutes = nan: must be'),
     (['--beta2=1'], 'beta2 = 1.0: must be 0 or more and below 1'),
-    (['--steps=inf'], "invalid whole_number value: 'inf'"),
+    (['--steps=inf'], "invalid whole number value: 'inf'"),
     (['--tokens=-5'], 'tokens = -5: must be 1 or more'),
     (['--data=nowhere'], 'nowhere'),
     (['--resume', '--out=nowhere'], 'there is no nowhere/ckpt.pt'),

@@ -42,14 +42,14 @@ from model import PRESETS, Config, ConfigError, Transformer, triton_runs
 class Flags:
     preset: str = 'tiny'                    # shape and recipe: tiny, 100m, 350m or 1b
     data: str = 'data/stdlib'               # a dataset folder made by data.py
-    out: Optional[str] = None               # where ckpt.pt and log.jsonl go; default out/PRESET-H<H>
+    out: Optional[str] = None               # where ckpt.pt and log.jsonl go; default out/[DATASET-]PRESET-H<H>
     resume: bool = False                    # go on from OUT/ckpt.pt
     overwrite: bool = False                 # start anew in an OUT that holds a run
     seed: int = 1337                        # of the weights and of the order of the batches
 
     H: int = -1                             # routing heads: 0 plain, 1 AttnRes, k MHAR, -1 = n_kv_head
-    query_init_std: float = 0.0
-    router: str = 'auto'
+    query_init_std: float = 0.0             # of the routing queries at the start; 0 = the plain Transformer
+    router: str = 'auto'                    # what computes the reads: auto, eager, fused or fused_simple
     block_size: Optional[int] = None        # these seven: the preset's, where not given
     n_layer: Optional[int] = None
     n_head: Optional[int] = None
@@ -65,8 +65,8 @@ class Flags:
     lr: Optional[float] = None              # peak learning rate; default the preset's
     warmup: Optional[int] = None            # steps; default a tenth of --steps, 1,000 at most
     min_lr: float = 0.1                     # where the cosine ends, as a fraction of lr
-    weight_decay: float = 0.1
-    beta1: float = 0.9
+    weight_decay: float = 0.1               # of matrices; vectors do not decay
+    beta1: float = 0.9                      # AdamW's
     beta2: float = 0.95
     clip: float = 1.0                       # largest gradient norm; 0 = no clipping
 
@@ -112,6 +112,10 @@ def true_or_false(text):
     return text.lower() in ('true', '1', 'yes')
 
 
+# argparse names them in its message about a value that they do not take
+whole_number.__name__, true_or_false.__name__ = 'whole number', 'true or false'
+
+
 def parse_flags(argv):
     """argv -> (Flags, the names that were given). `--lr=1`, `--lr 1e-3`, `--steps=1e3`, `--compile=false` all work."""
     parser = argparse.ArgumentParser('train.py', usage='python train.py [--flag value | --flag=value] ...',
@@ -125,8 +129,10 @@ def parse_flags(argv):
                             help=argparse.SUPPRESS, **bare)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        nearest = difflib.get_close_matches(unknown[0].lstrip('-').split('=')[0], vars(Flags()), n=1, cutoff=0.0)
-        parser.error(f"unknown argument {unknown[0]}: the nearest flag is --{nearest[0]}; --help lists all")
+        names = {name.lower(): name for name in vars(Flags())}
+        nearest = difflib.get_close_matches(unknown[0].lstrip('-').split('=')[0].lower(), names, n=1, cutoff=0.5)
+        hint = f"the nearest flag is --{names[nearest[0]]}; " if nearest else ''
+        parser.error(f"unknown argument {unknown[0]}: {hint}--help lists all")
     return Flags(**vars(given)), set(vars(given))
 
 
@@ -168,7 +174,8 @@ def complete(flags, given, world):
     if flags.batch % (flags.micro_batch * world):
         raise ConfigError(f"micro_batch = {flags.micro_batch}: batch = {flags.batch} must be a multiple of "
                           f"micro_batch x processes = {flags.micro_batch} x {world}")
-    flags.out = flags.out or f'out/{flags.preset}-H{flags.H}'
+    dataset = '' if flags.data == Flags.data else Path(flags.data).name + '-'
+    flags.out = flags.out or f'out/{dataset}{flags.preset}-H{flags.H}'
     return flags
 
 
@@ -243,15 +250,16 @@ def save_checkpoint(path, checkpoint):
 
 
 def as_line(record, steps):
-    """A record of the log as a person reads it."""
-    at = f"step {record['step']:,}/{steps:,}"
+    """A record of the log as a person reads it, in less than 80 columns on a CPU."""
+    at = f"step {record['step']}/{steps}"
     if record['kind'] == 'train':
-        mfu = f"{record['mfu']:.1%} MFU | " if record['mfu'] else ''
-        eta = f"{record['eta_s'] // 3600:.0f}:{record['eta_s'] // 60 % 60:02.0f}:{record['eta_s'] % 60:02.0f}"
-        return (f"{at} | loss {record['loss']:.4f} | lr {record['lr']:.2e} | norm {record['grad_norm']:.2f} | "
-                f"{record['tokens_per_s']:,.0f} tok/s | {mfu}{record['memory_gib']:.2f} GiB | ETA {eta}")
+        minutes, seconds = divmod(int(record['eta_s']), 60)
+        eta = f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+        mfu = f"{record['mfu']:.1%} MFU  " if record['mfu'] else ''
+        return (f"{at}  loss {record['loss']:.4f}  lr {record['lr']:.1e}  norm {record['grad_norm']:.2f}  "
+                f"{record['tokens_per_s']:,.0f} tok/s  {mfu}{record['memory_gib']:.1f} GiB  ETA {eta}")
     bits = f", {record['val_bpb']:.4f} bits per byte" if record['val_bpb'] else ''
-    return f"{at} | val loss {record['val_loss']:.4f} nats per token{bits}"
+    return f"{at}  val loss {record['val_loss']:.4f} nats per token{bits}"
 
 
 class Log:
@@ -276,9 +284,15 @@ class Log:
             self.wandb.log(record)
         line = as_line(record, self.flags.steps)
         if sys.stdout.isatty():
-            print('\r\033[K' + line, end='' if record['kind'] == 'train' else '\n', flush=True)
+            line = '\r\033[K' + line[:shutil.get_terminal_size().columns - 1]
+            print(line, end='' if record['kind'] == 'train' else '\n', flush=True)
         else:
             print(line, flush=True)
+
+    def end_line(self):
+        """The line that was updated so far stays, and what comes next starts another."""
+        if sys.stdout.isatty():
+            print(flush=True)
 
 
 # The run.
@@ -332,13 +346,17 @@ def open_run(flags, given, world):
 
 def start(flags, saved, rank, world, device):
     """Data, model and optimizer, fresh or from a checkpoint -> Run."""
-    if rank == 0 and flags.data == 'data/stdlib' and not Path(flags.data).exists():
+    if rank == 0 and flags.data == Flags.data and not Path(flags.data).exists():
+        print(f"making {flags.data} from the sources of Python's standard library")
         data.prepare_stdlib()
     if world > 1:
         dist.barrier()      # rank 0 writes to OUT from here on, so everybody must have looked before
     meta = data.read_meta(flags.data)
     if saved:
         check_tokenizer(saved, flags.data)
+        if saved['train_tokens'] != meta['train_tokens']:
+            raise data.DataError(f"{flags.data} has {meta['train_tokens']:,} tokens to train on, but the run was trained "
+                                 f"on {saved['train_tokens']:,}: its batches would not go on where they stopped")
     config = Config(vocab_size=meta['vocab_size'], H=flags.H, query_init_std=flags.query_init_std,
                     router=flags.router, **{name: getattr(flags, name) for name in SHAPE})
     torch.manual_seed(flags.seed)
@@ -393,7 +411,8 @@ def save(run, batch_hash):
             'step': run.step, 'tokens': run.step * run.flags.batch * run.flags.block_size,
             'model': run.model.state_dict(), 'optimizer': run.optimizer.state_dict(), 'rng': torch.get_rng_state(),
             'position': run.loader.position, 'batch_hash': batch_hash, 'flags': asdict(run.flags),
-            'model_config': asdict(run.model.config), 'tokenizer': run.meta['tokenizer']})
+            'model_config': asdict(run.model.config), 'tokenizer': run.meta['tokenizer'],
+            'train_tokens': run.meta['train_tokens']})
 
 
 def train_step(run, ddp):
@@ -426,6 +445,7 @@ def train(run):
     asked = []                          # signals received; a second Ctrl-C ends the process at once
     def ask_to_stop(signum, frame):
         asked.append(signum)
+        print("\nsaving at the next record, then exiting; Ctrl-C again exits at once, unsaved", file=sys.stderr)
         signal.signal(signal.SIGINT, signal.default_int_handler)
     handlers = {name: signal.signal(name, ask_to_stop) for name in (signal.SIGINT, signal.SIGTERM)}
     flops = run.model.flops_per_token()
@@ -446,6 +466,8 @@ def train(run):
         mean_loss, stopping = run.sum_over_ranks([mean_loss / run.world, float(bool(asked) or out_of_time)])
         batch_hash = run.sum_over_ranks([run.loader.batch_hash], torch.int64)[0] % 2**53
         if not (math.isfinite(mean_loss) and math.isfinite(norm.item())):
+            if run.log:
+                run.log.end_line()
             sys.exit(f"step {run.step}: loss {mean_loss}, gradient norm {norm.item()}: stopped. {flags.out}/ckpt.pt, if "
                      f"there is one, is from before. A lower --lr, a longer --warmup or --clip may help")
         now = time.time()
@@ -467,8 +489,8 @@ def train(run):
         losses, since = [], time.time()
     for name, handler in handlers.items():
         signal.signal(name, handler)
-    if run.log and sys.stdout.isatty():
-        print()         # the line that was updated so far stays
+    if run.log:
+        run.log.end_line()
     return bool(asked)
 
 
@@ -477,6 +499,7 @@ def finish(run):
     result = evaluate(run)
     if run.log:
         run.log({'kind': 'final', 'step': run.step, **result})
+        print(f"(over {len(run.val_indices)} of {len(run.val)} validation windows; eval.py val reads all)")
         if run.tokenizer:
             with run.autocast(), torch.compiler.set_stance('force_eager'):
                 text = sample_text(run.model, run.tokenizer, '', 200, seed=run.flags.seed)
@@ -489,6 +512,9 @@ def main(argv=None):
     rank, world, device = setup_device()
     try:
         flags, saved = open_run(flags, given, world)
+        if saved and saved['step'] >= flags.steps:
+            print(f"{flags.out} is finished: step {saved['step']} of {flags.steps}; a larger --steps goes on with it")
+            return
         if flags.compile is None:
             flags.compile = triton_runs(device)
         run = start(flags, saved, rank, world, device)
@@ -502,6 +528,9 @@ def main(argv=None):
     except (ConfigError, EvalError, data.DataError, OSError) as error:
         print(f"train.py: {f'rank {rank}: ' if world > 1 else ''}{error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("train.py: interrupted, nothing more saved", file=sys.stderr)
+        sys.exit(130)
     finally:
         if world > 1:
             dist.destroy_process_group()
