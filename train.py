@@ -266,11 +266,13 @@ class Log:
     """OUT/log.jsonl, one record a line; the screen, one line that updates; and Weights & Biases if asked for."""
 
     def __init__(self, flags, resumed_step=None):
-        self.flags, kept = flags, []
+        self.flags, kept, path = flags, [], Path(flags.out, 'log.jsonl')
         if resumed_step is not None:        # what came after the checkpoint will happen again: drop it
             kept = [record for record in read_log(flags.out) if record['step'] <= resumed_step]
-        self.file = open(Path(flags.out, 'log.jsonl'), 'w', buffering=1)
-        self.file.writelines(json.dumps(record) + '\n' for record in kept)
+        temporary = path.with_suffix('.tmp')
+        temporary.write_text(''.join(json.dumps(record) + '\n' for record in kept))
+        os.replace(temporary, path)
+        self.file = open(path, 'a', buffering=1)
         self.wandb = None
         if flags.wandb:
             import wandb
@@ -382,7 +384,7 @@ def start(flags, saved, rank, world, device):
         run.loader.batch_hash = saved['batch_hash'] if rank == 0 else 0     # the ranks' hashes add up
     routing = f"{model.router_on(device)} routing, " if config.H else ''
     run.say(f"{model.describe()}\n{'bf16' if uses_bf16(device, flags.dtype) else 'fp32'} on {device}, {routing}"
-            f"torch.compile {'on' if flags.compile else 'off'}")
+            f"torch.compile {'on' if flags.compile else 'off' if triton_runs(device) else 'off (it needs a GPU)'}")
     if flags.compile:
         model.compile_parts()
     if rank == 0:
