@@ -69,6 +69,8 @@ def get_tokenizer(name, folder=None):
     # Without every single byte, some text would have no tokens at all.
     if len(set(ranks.values())) != len(pairs) or not ranks.keys() >= {bytes([b]) for b in range(256)}:
         raise DataError(f"{path} must hold all 256 single bytes, and no token or rank twice")
+    if not 0 <= min(ranks.values()) <= max(ranks.values()) < 2**31 - 1:
+        raise DataError(f"{path} has ranks from {min(ranks.values())} to {max(ranks.values())}: must be 0 to 2**31 - 2")
     return tiktoken.Encoding(path.name, pat_str=CL100K_PATTERN, mergeable_ranks=ranks,
                              special_tokens={EOT: max(ranks.values()) + 1})
 
@@ -220,7 +222,7 @@ def jsonl_chunks(f):
         if line.strip():
             try:
                 text = json.loads(line)["text"] + ""  # a TypeError if it is not a string
-            except (ValueError, TypeError, KeyError) as e:
+            except (ValueError, TypeError, KeyError, RecursionError) as e:
                 raise DataError(f'{f.name} line {number} is not JSON with a string "text": {e!r}') from e
             yield from read_lines(io.StringIO(text))
             yield None
@@ -292,6 +294,11 @@ def build(folder, tokenizer, pieces, shard_tokens=10**8, overwrite=False):
         raise DataError(f"{folder} is already there; --overwrite replaces it")
     if os.path.lexists(folder) and not Path(folder, "meta.json").is_file():
         raise DataError(f"{folder} is not a dataset (no meta.json), so --overwrite leaves it alone")
+    if folder.is_symlink():
+        raise DataError(f"{folder} is a link: overwrite the folder that it leads to")
+    for path in folder.iterdir() if folder.exists() else ():
+        if not re.fullmatch(r"(train|val)_\w+\.bin|meta\.json|tokenizer-\w+\.tiktoken", path.name):
+            raise DataError(f"{path} is not part of a dataset, and --overwrite would delete it: move it away")
     temp, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     encoding, counts = get_tokenizer(tokenizer), {"train": 0, "val": 0}
     try:
@@ -306,6 +313,8 @@ def build(folder, tokenizer, pieces, shard_tokens=10**8, overwrite=False):
             for (split, first, _), tokens in zip(batch, ids):
                 writers[split].add([encoding.eot_token] * first + tokens)
                 counts[split] += 1
+        if not any(counts.values()):
+            raise DataError("the files hold no text")
         for split, change in (("train", "lower"), ("val", "raise")):
             writers[split].close()
             if not counts[split]:
@@ -466,6 +475,10 @@ class Windows:
         self.open_shard = functools.lru_cache(open_shard)  # 128 at a time: a process has only so many files
         self.starts = np.cumsum([0] + [len(open_shard(path)) for path in self.paths])  # in the stream
         self.tokens = int(self.starts[-1])
+        expected = read_meta(folder)[f"{split}_tokens"]
+        if self.tokens != expected:
+            raise DataError(f"the {split} shards of {folder} hold {self.tokens:,} tokens, but its meta.json says "
+                            f"{expected:,}: a shard is missing, or was added")
         if self.tokens <= block_size:
             raise DataError(f"the {split} split of {folder} has {self.tokens} tokens, but one window of "
                             f"block_size {block_size} needs {block_size + 1}")

@@ -32,15 +32,22 @@ def read_checkpoint(run):
     if not path.exists():
         raise EvalError(f"there is no {path}; a run is a folder that train.py wrote")
     try:
-        return torch.load(path, map_location='cpu', weights_only=True)
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as error:      # torch's own are of many types
         raise EvalError(f"{path} cannot be read: {error}") from error
+    needed = {'step', 'tokens', 'model', 'model_config', 'flags', 'tokenizer', 'batch_hash'}
+    if not isinstance(checkpoint, dict) or not needed <= checkpoint.keys():
+        raise EvalError(f"{path} is no checkpoint of train.py, which holds {', '.join(sorted(needed))}")
+    return checkpoint
 
 
 def load_run(run, device):
     """RUN -> (model in eval mode, the checkpoint's dictionary)."""
     checkpoint = read_checkpoint(run)
-    return Transformer.from_checkpoint(checkpoint, device).eval(), checkpoint
+    try:
+        return Transformer.from_checkpoint(checkpoint, device).eval(), checkpoint
+    except (TypeError, RuntimeError) as error:      # another version's Config, or tensors that do not fit it
+        raise EvalError(f"{run}/ckpt.pt does not fit this model.py: {error}") from error
 
 
 def check_tokenizer(checkpoint, folder):
@@ -56,12 +63,16 @@ def read_log(run):
     path = Path(run, 'log.jsonl')
     if not path.exists():
         raise EvalError(f"{run}: there is no {path}; a run is a folder that train.py wrote")
-    records = []
-    for line in path.read_text().splitlines():
+    records, lines = [], path.read_text(encoding='utf-8', errors='replace').splitlines()
+    for number, line in enumerate(lines, 1):
         try:
-            records.append(json.loads(line))
-        except ValueError:
-            break       # the process died while it wrote this line
+            record = json.loads(line)
+            record['step'], record['kind']
+            records.append(record)
+        except (ValueError, TypeError, KeyError):
+            if number < len(lines):
+                raise EvalError(f"{path} line {number} is damaged: repair it or remove it")
+            break       # the process died while it wrote the last line
     return records
 
 
@@ -136,7 +147,8 @@ def val(args, device):
     for run in args.runs:
         model, checkpoint, windows, indices, losses = run_losses(run, args, device)
         nats = losses.double().mean().item()
-        line = f"{run}: step {checkpoint['step']:,}, val loss {nats:.4f} +- {standard_error(losses):.4f} nats per token"
+        error = f" +- {standard_error(losses):.4f}" if len(losses) > 1 else ''
+        line = f"{run}: step {checkpoint['step']:,}, val loss {nats:.4f}{error} nats per token"
         try:
             tokenizer = data.get_tokenizer(checkpoint['tokenizer'], args.data or checkpoint['flags']['data'])
             line += f", {nats / math.log(2) / bytes_per_token(windows, indices, tokenizer):.4f} bits per byte"
@@ -167,7 +179,9 @@ def compare(args, device):
         if setting != first[0]:
             raise EvalError(f"{run} and {args.runs[0]} cannot be paired: they have (tokenizer, block_size, data) = "
                             f"{setting} and {first[0]}; --data can name one dataset for all")
-        train = [r for r in read_log(run) if r['kind'] == 'train']
+        train = [r for r in read_log(run) if r['kind'] == 'train' and r['step'] <= checkpoint['step']]
+        if not train:
+            raise EvalError(f"{run}/log.jsonl has no record of the training up to the checkpoint")
         delta = losses - first[1]
         rows.append({
             'run': run, 'H': str(model.config.H), 'params': f'{sum(model.count_parameters()) / 1e6:.2f}M',
@@ -176,7 +190,7 @@ def compare(args, device):
             '+- s.e.': '' if run == args.runs[0] else f'{standard_error(delta):.4f}',
             # the first record holds compilation and warm-up
             'tok/s': f"{statistics.median(r['tokens_per_s'] for r in train[1:] or train):,.0f}",
-            'GiB': f"{max(r['memory_gib'] for r in train):.2f}", 'batches': f"{train[-1]['batch_hash']:x}"})
+            'GiB': f"{max(r['memory_gib'] for r in train):.2f}", 'batches': f"{checkpoint['batch_hash']:x}"})
     widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
     for row in [dict(zip(widths, widths))] + rows:
         print('  '.join(f'{row[key]:<{width}}' if key == 'run' else f'{row[key]:>{width}}'
@@ -199,10 +213,10 @@ def plot_curves(runs, png):
     for run in runs:
         log = read_log(run)
         train = [(r['step'], r['loss']) for r in log if r['kind'] == 'train']
-        line, = axes.plot(*zip(*train), linewidth=1, alpha=0.6)
+        line, = axes.plot(*zip(*train), linewidth=1, alpha=0.6, label=run)
         validated = [(r['step'], r['val_loss']) for r in log if r['kind'] in ('val', 'final')]
         if validated:
-            axes.plot(*zip(*validated), 'o-', color=line.get_color(), markersize=4, label=f'{run} (dots: validation)')
+            axes.plot(*zip(*validated), 'o-', color=line.get_color(), markersize=4, label=f'{run}, validation')
     axes.set(xlabel='step', ylabel='loss (nats per token)')
     axes.grid(alpha=0.3)
     axes.legend()
@@ -278,11 +292,15 @@ def probe(args, device):
     check_tokenizer(checkpoint, folder)
     windows = data.Windows(folder, 'val', model.config.block_size)
     indices = data.fixed_windows(windows, args.windows)
+    indices = indices[:len(indices) // 2 * 2]
+    if not indices:
+        raise EvalError("probe needs two or more validation windows, since it compares two halves of them")
     with autocast(device, checkpoint['flags']['dtype']):
         halves = [observe_sites(model, windows, half, args, device) for half in (indices[::2], indices[1::2])]
     weights = [sum(half[n]['weights'] for half in halves) / 2 for n in range(len(halves[0]))]      # (n + 1, H) a site
-    numbers = {'windows': len(indices), 'cosine': halves[0][-1]['cosine'],
-               'entropy': [site['entropy'].tolist() for site in halves[0]], 'weights': [w.tolist() for w in weights]}
+    numbers = {'windows': len(indices), 'cosine': (halves[0][-1]['cosine'] + halves[1][-1]['cosine']) / 2,
+               'entropy': [((a['entropy'] + b['entropy']) / 2).tolist() for a, b in zip(*halves)],
+               'weights': [w.tolist() for w in weights]}
     print(f"mean pairwise cosine of the {len(weights)} sources: {numbers['cosine']:.3f}")
     if H == 1:
         for key in ('kl', 'kl_null'):
@@ -293,7 +311,7 @@ def probe(args, device):
         deviations = [torch.cat([(site['weights'] - site['weights'].mean(1, keepdim=True)).flatten() for site in half])
                       for half in halves]
         numbers['replication'] = torch.corrcoef(torch.stack(deviations))[0, 1].item()
-        numbers['deviation'] = deviations[0].abs().max().item()
+        numbers['deviation'] = (sum(deviations) / 2).abs().max().item()
         print(f"heads differ from their mean by up to {numbers['deviation']:.3f}; the deviations on two disjoint halves of "
               f"the windows correlate at {numbers['replication']:.3f}")
     Path(args.run, 'probe.json').write_text(json.dumps(numbers) + '\n')
@@ -341,12 +359,18 @@ def draw_weights(weights, entropy, png):
     print(f"maps: {png}")
 
 
+def make_printable():
+    """A young model samples any character, also those that the terminal's encoding does not have."""
+    if hasattr(sys.stdout, 'reconfigure'):
+        sys.stdout.reconfigure(errors='replace')
+
+
 def number(kind, least):
     """A type for argparse: numbers of this kind that are not below `least`."""
     def parse(text):
         value = kind(text)
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text}: must be {least} or more")
+        if not least <= value < 2**63:
+            raise argparse.ArgumentTypeError(f"{text}: must be {least} or more, and below 2**63")
         return value
     parse.__name__ = kind.__name__      # for argparse's message about what is no number at all
     return parse
@@ -379,8 +403,9 @@ def main(argv=None):
     sub.add_argument('--tokens', type=number(int, 0), default=200, help="tokens to generate")
     sub.add_argument('--temperature', type=number(float, 0), default=0.8, help="0 = always the likeliest token")
     sub.add_argument('--top_k', type=number(int, 0), default=50, help="0 = all tokens")
-    sub.add_argument('--seed', type=int, default=0)
+    sub.add_argument('--seed', type=number(int, 0), default=0)
     args = parser.parse_args(argv)
+    make_printable()
     if args.device == 'cuda' and not torch.cuda.is_available():
         parser.error("--device cuda: there is no CUDA GPU here")
     try:
@@ -388,6 +413,9 @@ def main(argv=None):
     except (EvalError, ConfigError, data.DataError, OSError) as error:
         print(f'eval.py: {error}', file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print('eval.py: interrupted', file=sys.stderr)
+        sys.exit(130)
 
 
 if __name__ == '__main__':

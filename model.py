@@ -420,7 +420,7 @@ class Transformer(nn.Module):
             new = idx
             for _ in range(min(max_new_tokens, room)):
                 logits = self(new, caches=caches)[:, -1].float()    # (B, V)
-                if temperature == 0:
+                if temperature < 1e-6:      # dividing by it would overflow
                     new = logits.argmax(-1, keepdim=True)
                 else:
                     if top_k and top_k < logits.size(-1):

@@ -10,6 +10,7 @@ import json
 import lzma
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -593,6 +594,9 @@ def test_nothing_is_lost_when_prepare_fails(tmp_path, capsys, monkeypatch):
     assert contents("data/mine") == before and [p.name for p in Path("data").iterdir()] == ["mine"]
     data.main(["good.txt", *mine, "--overwrite", "--val_fraction", "0.6"])
     assert contents("data/mine") != before and [p.name for p in Path("data").iterdir()] == ["mine"]
+    Path("data/mine/thesis.txt").write_text("mine")
+    assert "thesis.txt is not part of a dataset" in complaint(capsys, "good.txt", *mine, "--overwrite")
+    assert Path("data/mine/thesis.txt").read_text() == "mine"
     Path("data/notes").mkdir()
     assert "leaves it alone" in complaint(capsys, "good.txt", *mine, "--name", "notes", "--overwrite")
 
@@ -883,9 +887,10 @@ def test_accumulation_equals_one_large_batch(text_data, tmp_path):
 def test_two_processes_equal_one(text_data, tmp_path):
     one = run_train(text_data, tmp_path / 'one', '--steps=3')
     flags = TINY + [f'--data={text_data}', f'--out={tmp_path}/two', '--steps=3', '--micro_batch=2']
-    subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
-                    str(HERE / 'train.py'), *flags], check=True, capture_output=True,
-                   env=os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''})
+    done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+                           str(HERE / 'train.py'), *flags], capture_output=True, text=True,
+                          env=os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''})
+    assert done.returncode == 0, done.stderr
     two = evaluation.read_log(tmp_path / 'two')
     assert losses(two) == pytest.approx(losses(one), abs=1e-5)
     assert losses(two, 'final') == pytest.approx(losses(one, 'final'), abs=1e-5)
@@ -903,6 +908,40 @@ def test_a_non_finite_loss_stops_and_keeps_the_checkpoint(text_data, tmp_path):
         run_train(text_data, tmp_path / 'run', '--resume')
     assert 'step 3: loss nan' in str(end.value.code)
     assert (tmp_path / 'run/ckpt.pt').read_bytes() == poisoned != before
+
+
+def test_an_update_that_breaks_the_weights_is_never_saved(text_data, tmp_path):
+    run_train(text_data, tmp_path / 'run', '--steps=8', '--stop_at=2')
+    saved = checkpoint(tmp_path / 'run')
+    saved['flags']['lr'] = 1e300                # the next loss is still finite, what the update leaves is not
+    torch.save(saved, tmp_path / 'run/ckpt.pt')
+    before = (tmp_path / 'run/ckpt.pt').read_bytes()
+    with pytest.raises(SystemExit) as end:
+        train.main(['--resume', f'--out={tmp_path}/run'])
+    assert 'step 3: the weights are no longer finite' in str(end.value.code)
+    assert (tmp_path / 'run/ckpt.pt').read_bytes() == before
+
+
+def test_resume_refuses_other_data(text_data, tmp_path, capsys):
+    other = tmp_path / 'other'
+    shutil.copytree(text_data, other)
+    run_train(other, tmp_path / 'run', '--steps=8', '--stop_at=2')
+    path = data.list_shards(other, 'train')[0]
+    raw = bytearray(path.read_bytes())
+    raw[1024:] = bytes([97, 0]) * ((len(raw) - 1024) // 2)      # as many tokens, but other ones
+    path.write_bytes(raw)
+    assert 'is not what the run was trained on' in refused(capsys, '--resume', f'--out={tmp_path}/run')
+    path.rename(other / 'gone')
+    path.with_name('train_000009.bin').write_bytes(data.list_shards(other, 'val')[0].read_bytes())
+    assert 'a shard is missing, or was added' in refused(capsys, '--resume', f'--out={tmp_path}/run')
+
+
+def test_a_damaged_log_line_is_told_and_not_dropped(text_data, tmp_path, capsys):
+    run_train(text_data, tmp_path / 'run', '--steps=8', '--stop_at=4')
+    path = tmp_path / 'run/log.jsonl'
+    path.write_text(path.read_text().replace('"step": 2', '"step": ', 1))
+    before = path.read_bytes()
+    assert 'log.jsonl line' in refused(capsys, '--resume', f'--out={tmp_path}/run') and path.read_bytes() == before
 
 
 def test_ctrl_c_saves_and_exits(text_data, tmp_path):
@@ -927,7 +966,7 @@ def test_saving_is_atomic(tmp_path, monkeypatch):
     monkeypatch.setattr(torch, 'save', broken)
     with pytest.raises(OSError):
         train.save_checkpoint(path, {'step': 2})
-    assert torch.load(path, weights_only=True) == {'step': 1}
+    assert torch.load(path, weights_only=True) == {'step': 1} and [p.name for p in tmp_path.iterdir()] == ['ckpt.pt']
 
 
 def test_an_existing_run_is_never_overwritten_silently(text_data, tmp_path, capsys):
@@ -935,6 +974,10 @@ def test_an_existing_run_is_never_overwritten_silently(text_data, tmp_path, caps
     run_train(text_data, tmp_path / 'run', '--steps=2')
     before = (tmp_path / 'run/ckpt.pt').read_bytes()
     assert 'holds a run: --resume' in refused(capsys, *flags)
+    (tmp_path / 'early').mkdir()
+    (tmp_path / 'early/log.jsonl').write_text('')
+    assert 'before its first checkpoint' in refused(capsys, *flags, f'--out={tmp_path}/early')
+    assert 'is a file: must be a folder' in refused(capsys, *flags, f'--out={tmp_path}/run/ckpt.pt')
     assert '--lr=0.5 cannot apply with --resume: the run has 0.01' in refused(capsys, '--resume', '--lr=0.5', f'--out={tmp_path}/run')
     assert (tmp_path / 'run/ckpt.pt').read_bytes() == before
     run_train(text_data, tmp_path / 'run', '--steps=1', '--overwrite')

@@ -23,6 +23,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -33,8 +34,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import data
-from eval import (EvalError, autocast, bytes_per_token, check_tokenizer, read_checkpoint, read_log, sample_text,
-                  uses_bf16, window_losses)
+from eval import (EvalError, autocast, bytes_per_token, check_tokenizer, make_printable, read_checkpoint, read_log,
+                  sample_text, uses_bf16, window_losses)
 from model import PRESETS, Config, ConfigError, Transformer, triton_runs
 
 
@@ -100,8 +101,11 @@ PEAK_BF16_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e1
 # Flags.
 
 def whole_number(text):
-    value = float(text)     # so that 1e3 and 20_000 are whole numbers too
-    if not value.is_integer():
+    try:
+        value = int(text)
+    except ValueError:
+        value = float(text)     # so that 1e3 is a whole number too
+    if not abs(value) < 2**63 or value != int(value):
         raise ValueError
     return int(value)
 
@@ -174,7 +178,7 @@ def complete(flags, given, world):
     if flags.batch % (flags.micro_batch * world):
         raise ConfigError(f"micro_batch = {flags.micro_batch}: batch = {flags.batch} must be a multiple of "
                           f"micro_batch x processes = {flags.micro_batch} x {world}")
-    dataset = '' if flags.data == Flags.data else Path(flags.data).name + '-'
+    dataset = '' if Path(flags.data) == Path(Flags.data) else Path(flags.data).name + '-'
     flags.out = flags.out or f'out/{dataset}{flags.preset}-H{flags.H}'
     return flags
 
@@ -184,6 +188,9 @@ def merge_with_saved(flags, given, saved, world):
     On --resume the run keeps its own flags. Those that leave the batches and the recipe alone may change; so may the
     length, and then all that follows from it and was not given again is planned anew.
     """
+    if saved.keys() != vars(flags).keys():
+        raise ConfigError(f"--resume: the run was made by another version of train.py; its flags differ in "
+                          f"{', '.join(sorted(saved.keys() ^ vars(flags).keys()))}")
     kept = {name: value for name, value in saved.items() if name not in given | NOT_INHERITED}
     if given & {'steps', 'tokens'}:
         kept |= {name: None for name in ('steps', 'tokens', 'warmup', 'eval_interval', 'save_interval')
@@ -242,11 +249,15 @@ def machine_facts(device, world):
 def save_checkpoint(path, checkpoint):
     """Atomic: a crash while saving leaves the old checkpoint whole. Tensors and plain types only."""
     temporary = path.with_suffix('.tmp')
-    with open(temporary, 'wb') as f:
-        torch.save(checkpoint, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, 'wb') as f:
+            torch.save(checkpoint, f)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:    # torch hides the disk's error behind one of its own
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be saved ({error.__context__ or error}); an older one is untouched") from error
 
 
 def as_line(record, steps):
@@ -267,7 +278,7 @@ class Log:
 
     def __init__(self, flags, resumed_step=None):
         self.flags, kept, path = flags, [], Path(flags.out, 'log.jsonl')
-        if resumed_step is not None:        # what came after the checkpoint will happen again: drop it
+        if resumed_step is not None and path.exists():      # what came after the checkpoint will happen again: drop it
             kept = [record for record in read_log(flags.out) if record['step'] <= resumed_step]
         temporary = path.with_suffix('.tmp')
         temporary.write_text(''.join(json.dumps(record) + '\n' for record in kept))
@@ -335,8 +346,13 @@ def open_run(flags, given, world):
     """-> (complete flags, the checkpoint to go on from or None), after checking that OUT may be written."""
     if not flags.resume:
         flags = complete(flags, given, world)
-        if any(Path(flags.out, name).exists() for name in ('ckpt.pt', 'log.jsonl')) and not flags.overwrite:
-            raise ConfigError(f"{flags.out} holds a run: --resume goes on with it, --overwrite starts anew, "
+        out = Path(flags.out)
+        if out.exists() and not out.is_dir():
+            raise ConfigError(f"--out={out} is a file: must be a folder")
+        if (out / 'ckpt.pt').exists() and not flags.overwrite:
+            raise ConfigError(f"{out} holds a run: --resume goes on with it, --overwrite starts anew, --out=DIR goes elsewhere")
+        if (out / 'log.jsonl').exists() and not flags.overwrite:
+            raise ConfigError(f"{out} holds a run that stopped before its first checkpoint: --overwrite starts anew, "
                               f"--out=DIR goes elsewhere")
         return flags, None
     if flags.overwrite:
@@ -356,9 +372,6 @@ def start(flags, saved, rank, world, device):
     meta = data.read_meta(flags.data)
     if saved:
         check_tokenizer(saved, flags.data)
-        if saved['train_tokens'] != meta['train_tokens']:
-            raise data.DataError(f"{flags.data} has {meta['train_tokens']:,} tokens to train on, but the run was trained "
-                                 f"on {saved['train_tokens']:,}: its batches would not go on where they stopped")
     config = Config(vocab_size=meta['vocab_size'], H=flags.H, query_init_std=flags.query_init_std,
                     router=flags.router, **{name: getattr(flags, name) for name in SHAPE})
     torch.manual_seed(flags.seed)
@@ -370,6 +383,8 @@ def start(flags, saved, rank, world, device):
               loader=data.Loader(data.Windows(flags.data, 'train', config.block_size), flags.seed, rank, world),
               val=data.Windows(flags.data, 'val', config.block_size), val_indices=[])
     run.val_indices = data.fixed_windows(run.val, flags.eval_windows)
+    if saved and saved['fingerprint'] != fingerprint(run.loader.windows):
+        raise data.DataError(f"{flags.data} is not what the run was trained on: its batches would not go on where they stopped")
     try:
         run.tokenizer = data.get_tokenizer(meta['tokenizer'], flags.data)
         run.bytes_per_token = bytes_per_token(run.val, run.val_indices, run.tokenizer)
@@ -407,14 +422,29 @@ def evaluate(run):
     return {'val_loss': nats, 'val_bpb': run.bytes_per_token and nats / math.log(2) / run.bytes_per_token}
 
 
+def fingerprint(windows):
+    """A number that tells two sets of training data apart: their size and a sample of their tokens."""
+    return zlib.crc32(b''.join(windows[i].tobytes() for i in data.fixed_windows(windows, 32)), windows.tokens)
+
+
 def save(run, batch_hash):
+    """Refuses to put weights that are no numbers in the place of good ones: the last update may have broken them."""
+    if not all(p.isfinite().all() for p in run.model.parameters()):
+        stop_non_finite(run, "the weights are no longer finite")
     if run.rank == 0:
         save_checkpoint(Path(run.flags.out, 'ckpt.pt'), {
             'step': run.step, 'tokens': run.step * run.flags.batch * run.flags.block_size,
             'model': run.model.state_dict(), 'optimizer': run.optimizer.state_dict(), 'rng': torch.get_rng_state(),
             'position': run.loader.position, 'batch_hash': batch_hash, 'flags': asdict(run.flags),
             'model_config': asdict(run.model.config), 'tokenizer': run.meta['tokenizer'],
-            'train_tokens': run.meta['train_tokens']})
+            'fingerprint': fingerprint(run.loader.windows)})
+
+
+def stop_non_finite(run, what):
+    if run.log:
+        run.log.end_line()
+    sys.exit(f"step {run.step}: {what}: stopped. {run.flags.out}/ckpt.pt, if there is one, is from before. "
+             f"A lower --lr, a longer --warmup or --clip may help")
 
 
 def train_step(run, ddp):
@@ -468,10 +498,7 @@ def train(run):
         mean_loss, stopping = run.sum_over_ranks([mean_loss / run.world, float(bool(asked) or out_of_time)])
         batch_hash = run.sum_over_ranks([run.loader.batch_hash], torch.int64)[0] % 2**53
         if not (math.isfinite(mean_loss) and math.isfinite(norm.item())):
-            if run.log:
-                run.log.end_line()
-            sys.exit(f"step {run.step}: loss {mean_loss}, gradient norm {norm.item()}: stopped. {flags.out}/ckpt.pt, if "
-                     f"there is one, is from before. A lower --lr, a longer --warmup or --clip may help")
+            stop_non_finite(run, f"loss {mean_loss}, gradient norm {norm.item()}")
         now = time.time()
         speed = len(losses) * flags.batch * flags.block_size / (now - since)
         record = {'kind': 'train', 'step': run.step, 'loss': mean_loss, 'lr': learning_rate(run.step - 1, flags),
@@ -480,12 +507,12 @@ def train(run):
                   'eta_s': (flags.steps - run.step) * (now - since) / len(losses)}
         if run.log:
             run.log(record)
+        if saving or stopping or run.step == end:
+            save(run, batch_hash)
         if evaluating and run.step < flags.steps:
             result = evaluate(run)
             if run.log:
                 run.log({'kind': 'val', 'step': run.step, **result})
-        if saving or stopping or run.step == end:
-            save(run, batch_hash)
         if stopping:
             break
         losses, since = [], time.time()
@@ -511,11 +538,13 @@ def finish(run):
 
 def main(argv=None):
     flags, given = parse_flags(argv)
+    make_printable()
     rank, world, device = setup_device()
     try:
         flags, saved = open_run(flags, given, world)
         if saved and saved['step'] >= flags.steps:
-            print(f"{flags.out} is finished: step {saved['step']} of {flags.steps}; a larger --steps goes on with it")
+            if rank == 0:
+                print(f"{flags.out} is finished: step {saved['step']} of {flags.steps}; a larger --steps goes on with it")
             return
         if flags.compile is None:
             flags.compile = triton_runs(device)
@@ -525,6 +554,8 @@ def main(argv=None):
             finish(run)
         else:
             run.say(f"stopped at step {run.step} of {flags.steps}; --out={flags.out} --resume goes on")
+        if world > 1:
+            dist.barrier()      # gloo aborts a process whose peer leaves while it tidies up
         if interrupted:
             sys.exit(130)
     except (ConfigError, EvalError, data.DataError, OSError) as error:
