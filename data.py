@@ -470,12 +470,13 @@ class Windows:
     one token: each token but the first is a target once an epoch. windows[i] is int64 (block_size + 1,).
     The last window is moved back to end at the last token. DataError if T <= block_size."""
     def __init__(self, folder, split, block_size):
-        self.folder, self.block_size, self.vocab_size = folder, block_size, read_meta(folder)["vocab_size"]
+        meta = read_meta(folder)
+        self.folder, self.block_size, self.vocab_size = folder, block_size, meta["vocab_size"]
         self.paths = list_shards(folder, split)
         self.open_shard = functools.lru_cache(open_shard)  # 128 at a time: a process has only so many files
         self.starts = np.cumsum([0] + [len(open_shard(path)) for path in self.paths])  # in the stream
         self.tokens = int(self.starts[-1])
-        expected = read_meta(folder)[f"{split}_tokens"]
+        expected = meta[f"{split}_tokens"]
         if self.tokens != expected:
             raise DataError(f"the {split} shards of {folder} hold {self.tokens:,} tokens, but its meta.json says "
                             f"{expected:,}: a shard is missing, or was added")

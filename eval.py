@@ -127,13 +127,34 @@ def sample_text(model, tokenizer, prompt, max_new_tokens, temperature=0.8, top_k
 
 # Commands.
 
+def folder_of(checkpoint, args):
+    """The dataset to use: --data, or what the run was trained on."""
+    return args.data or checkpoint['flags']['data']
+
+
+def validation_windows(model, checkpoint, args):
+    """-> (the windows of the model's validation split, the indices of those to read), after checking the tokenizer."""
+    folder = folder_of(checkpoint, args)
+    check_tokenizer(checkpoint, folder)
+    windows = data.Windows(folder, 'val', model.config.block_size)
+    return windows, data.fixed_windows(windows, args.windows)
+
+
+def import_pyplot():
+    """matplotlib.pyplot, drawing to files only; None where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return None
+    matplotlib.use('Agg')
+    import matplotlib.pyplot
+    return matplotlib.pyplot
+
+
 def run_losses(run, args, device):
     """RUN -> (its model, checkpoint, validation windows, their indices, their losses)."""
     model, checkpoint = load_run(run, device)
-    folder = args.data or checkpoint['flags']['data']
-    check_tokenizer(checkpoint, folder)
-    windows = data.Windows(folder, 'val', model.config.block_size)
-    indices = data.fixed_windows(windows, args.windows)
+    windows, indices = validation_windows(model, checkpoint, args)
     with autocast(device, checkpoint['flags']['dtype']):
         losses = window_losses(model, windows, indices, args.batch, device)
     return model, checkpoint, windows, indices, losses
@@ -150,7 +171,7 @@ def val(args, device):
         error = f" +- {standard_error(losses):.4f}" if len(losses) > 1 else ''
         line = f"{run}: step {checkpoint['step']:,}, val loss {nats:.4f}{error} nats per token"
         try:
-            tokenizer = data.get_tokenizer(checkpoint['tokenizer'], args.data or checkpoint['flags']['data'])
+            tokenizer = data.get_tokenizer(checkpoint['tokenizer'], folder_of(checkpoint, args))
             line += f", {nats / math.log(2) / bytes_per_token(windows, indices, tokenizer):.4f} bits per byte"
         except data.DataError as error:
             line += f" (no bits per byte: {error})"
@@ -159,7 +180,7 @@ def val(args, device):
 
 def sample(args, device):
     model, checkpoint = load_run(args.run, device)
-    tokenizer = data.get_tokenizer(checkpoint['tokenizer'], args.data or checkpoint['flags']['data'])
+    tokenizer = data.get_tokenizer(checkpoint['tokenizer'], folder_of(checkpoint, args))
     prompt_tokens, block_size = 1 + len(tokenizer.encode_ordinary(args.prompt)), model.config.block_size
     if prompt_tokens > block_size:
         raise EvalError(f"--prompt has {prompt_tokens} tokens, more than the model's block_size = {block_size}")
@@ -174,7 +195,7 @@ def compare(args, device):
     rows, first = [], None
     for run in args.runs:
         model, checkpoint, windows, indices, losses = run_losses(run, args, device)
-        setting = (checkpoint['tokenizer'], windows.block_size, args.data or checkpoint['flags']['data'])
+        setting = (checkpoint['tokenizer'], windows.block_size, folder_of(checkpoint, args))
         first = first or (setting, losses)
         if setting != first[0]:
             raise EvalError(f"{run} and {args.runs[0]} cannot be paired: they have (tokenizer, block_size, data) = "
@@ -202,13 +223,10 @@ def compare(args, device):
 
 def plot_curves(runs, png):
     """Training loss (lines) and validation loss (dots) of each run over its steps."""
-    try:
-        import matplotlib
-    except ImportError:
+    plt = import_pyplot()
+    if plt is None:
         print("no picture of the loss curves: pip install matplotlib")
         return
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
     figure, axes = plt.subplots(figsize=(7, 4.5))
     for run in runs:
         log = read_log(run)
@@ -288,10 +306,7 @@ def probe(args, device):
         raise EvalError(f"{args.run} is a plain model (H = 0): there is no routing to look at")
     if model.config.n_embd % args.slices:
         raise EvalError(f"--slices={args.slices}: must be a divisor of the width, {model.config.n_embd}")
-    folder = args.data or checkpoint['flags']['data']
-    check_tokenizer(checkpoint, folder)
-    windows = data.Windows(folder, 'val', model.config.block_size)
-    indices = data.fixed_windows(windows, args.windows)
+    windows, indices = validation_windows(model, checkpoint, args)
     indices = indices[:len(indices) // 2 * 2]
     if not indices:
         raise EvalError("probe needs two or more validation windows, since it compares two halves of them")
@@ -324,17 +339,14 @@ def draw_weights(weights, entropy, png):
     maps = torch.full((H, N, N), math.nan, dtype=torch.float64)
     for n, w in enumerate(weights):
         maps[:, n, :n + 1] = w.T
-    try:
-        import matplotlib
-    except ImportError:
+    plt = import_pyplot()
+    if plt is None:
         print("no picture: pip install matplotlib. Rows are sites, columns sources, the darker the more:")
         for h, rows in enumerate(maps):
             print(f"head {h}")
             for row in rows:
                 print('  ' + ''.join(' ' if math.isnan(x) else ' .:-=+*#%@'[min(9, int(10 * x))] * 2 for x in row.tolist()))
         return
-    matplotlib.use('Agg')
-    import matplotlib.pyplot as plt
     rows = 2 if H > 1 else 1
     figure, grid = plt.subplots(rows, H + 1, figsize=(3.2 * (H + 1), 3 * rows), squeeze=False, layout='constrained')
     spread = maps - maps.mean(0)

@@ -619,6 +619,9 @@ class SimpleRouter(DepthRouter):
     S, forward, backward = 1, staticmethod(simple_forward), staticmethod(simple_backward)
 
 
+OPERATORS = {"fused": DepthRouter, "fused_simple": SimpleRouter}
+
+
 # The gate: no time counts before this is green.
 
 def all_reads(sources, queries, H):
@@ -706,8 +709,8 @@ ARMS = ("plain", "eager", "compiled eager", "fused_simple", "fused")
 
 def new_router(arm, queries, H):
     """The router of an arm, from queries that hold the gains already."""
-    if arm in ("fused", "fused_simple"):
-        return (DepthRouter if arm == "fused" else SimpleRouter)(queries, H)
+    if arm in OPERATORS:
+        return OPERATORS[arm](queries, H)
     eager = EagerRouter(queries, torch.ones_like(queries), H, 1e-6)
     if arm == "compiled eager":     # one graph for any number of sources
         eager.route = lambda sources, *rest: compiled_route()(torch.stack(sources), *rest)

@@ -352,8 +352,7 @@ class Transformer(nn.Module):
         if name == 'eager' or x.dtype == torch.float64:     # the kernels compute in fp32
             return EagerRouter(self.queries, self.gains, c.H, c.norm_eps)
         import kernel
-        operator = kernel.DepthRouter if name == 'fused' else kernel.SimpleRouter
-        return operator(self.queries * self.gains, c.H, c.norm_eps)
+        return kernel.OPERATORS[name](self.queries * self.gains, c.H, c.norm_eps)
 
     def hidden(self, idx, caches=None):
         """idx (B, T) -> the last hidden states, normalised, (B, T, D). This is where plain and MHAR differ."""

@@ -281,10 +281,6 @@ needs_triton = pytest.mark.skipif(kernel is None, reason='Triton is not installe
 FUSED = ['fused_simple', 'fused']
 
 
-def operator(name):
-    return kernel.DepthRouter if name == 'fused' else kernel.SimpleRouter
-
-
 def small_network(router, q, sites, checkpointed=False):
     """A chain of layers that a router feeds, as in a Transformer -> (loss, [input, queries, weights])."""
     g = torch.Generator().manual_seed(1)
@@ -334,7 +330,7 @@ def test_a_fused_model_equals_an_eager_one(name, H):
 def test_routers_feed_a_network_also_if_it_stops_early(name, sites, checkpointed):
     q = some_queries()
     results = []
-    for router in (eager_router(q, 2), operator(name)(q, 2)):
+    for router in (eager_router(q, 2), kernel.OPERATORS[name](q, 2)):
         loss, inputs = small_network(router, q, sites, checkpointed)
         results.append([loss, *torch.autograd.grad(loss, inputs)])
     for got, want in zip(*reversed(results)):
@@ -345,7 +341,7 @@ def test_routers_feed_a_network_also_if_it_stops_early(name, sites, checkpointed
 @pytest.mark.parametrize('name', FUSED)
 def test_misuse_of_a_router_raises(name):
     q, x = some_queries(), torch.randn(1, 3, 32, device=DEVICE)
-    router = operator(name)(q, 2)
+    router = kernel.OPERATORS[name](q, 2)
     loss, inputs = small_network(router, q, 11)
     with pytest.raises(RuntimeError, match='all 11 reads are done'):
         router(x)
@@ -355,14 +351,14 @@ def test_misuse_of_a_router_raises(name):
     with pytest.raises(RuntimeError, match='after the backward pass has begun'):
         router(x)
     for other in (torch.randn(1, 4, 32), x.cpu().half()):
-        router = operator(name)(q, 2)
+        router = kernel.OPERATORS[name](q, 2)
         router(x)
         with pytest.raises(RuntimeError, match='the first was'):
             router(other.to(DEVICE))
     with pytest.raises(ValueError, match='multiple of H = 3'):
-        operator(name)(q, 3)
+        kernel.OPERATORS[name](q, 3)
     sources = [torch.randn(3, 32, device=DEVICE, requires_grad=True) for _ in range(3)]
-    router = operator(name)(q, 2)
+    router = kernel.OPERATORS[name](q, 2)
     reads = [router(s) for s in sources]
     sources[1].data.add_(0)             # .data escapes autograd's bookkeeping: allowed, as everywhere in PyTorch
     with torch.no_grad():
@@ -375,11 +371,11 @@ def test_misuse_of_a_router_raises(name):
 @pytest.mark.parametrize('name', FUSED)
 def test_nothing_big_outlives_the_backward_pass(name):
     q = some_queries()
-    router = operator(name)(q, 2)
+    router = kernel.OPERATORS[name](q, 2)
     loss, inputs = small_network(router, q, 11)
     torch.autograd.grad(loss, inputs)
     assert not any(torch.is_tensor(v) or isinstance(v, list) for v in vars(router.tape).values())
-    router = operator(name)(q, 2)
+    router = kernel.OPERATORS[name](q, 2)
     loss, inputs = small_network(router, q, 11)
     tape = weakref.ref(router.tape)
     del router, loss, inputs
@@ -393,16 +389,16 @@ def test_two_routers_at_once_and_autocast(name):
     q = some_queries()
     sources = [torch.randn(3, 32, device=DEVICE, requires_grad=True) for _ in range(11)]
     results = []
-    for make in (eager_router, operator(name)):
+    for make in (eager_router, kernel.OPERATORS[name]):
         a, b = make(q, 2), make(q, 4)
         pairs = [(a(s[None]), b(2 * s[None])) for s in sources]
         results.append(torch.autograd.grad(sum(x.square().sum() + y.square().sum() for x, y in pairs), [*sources, q]))
     for got, want in zip(*reversed(results)):
         assert (got - want).norm() <= 1e-5 * want.norm()
     with torch.inference_mode():
-        assert torch.equal(operator(name)(q, 2)(sources[0]), sources[0])
+        assert torch.equal(kernel.OPERATORS[name](q, 2)(sources[0]), sources[0])
     with torch.autocast(DEVICE, torch.bfloat16):
-        assert operator(name)(q, 2)(sources[0]).dtype == torch.bfloat16
+        assert kernel.OPERATORS[name](q, 2)(sources[0]).dtype == torch.bfloat16
 
 
 def test_a_fused_router_that_cannot_run_is_a_clear_error(monkeypatch):

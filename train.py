@@ -323,6 +323,7 @@ class Run:
     loader: data.Loader
     val: data.Windows
     val_indices: list           # the validation windows that are read, always the same
+    fingerprint: int = 0        # of the training data
     tokenizer: object = None    # None: it could not be loaded
     bytes_per_token: Optional[float] = None     # of those windows; None without tokenizer
     step: int = 0
@@ -383,7 +384,8 @@ def start(flags, saved, rank, world, device):
               loader=data.Loader(data.Windows(flags.data, 'train', config.block_size), flags.seed, rank, world),
               val=data.Windows(flags.data, 'val', config.block_size), val_indices=[])
     run.val_indices = data.fixed_windows(run.val, flags.eval_windows)
-    if saved and saved['fingerprint'] != fingerprint(run.loader.windows):
+    run.fingerprint = fingerprint(run.loader.windows)
+    if saved and saved['fingerprint'] != run.fingerprint:
         raise data.DataError(f"{flags.data} is not what the run was trained on: its batches would not go on where they stopped")
     try:
         run.tokenizer = data.get_tokenizer(meta['tokenizer'], flags.data)
@@ -437,7 +439,7 @@ def save(run, batch_hash):
             'model': run.model.state_dict(), 'optimizer': run.optimizer.state_dict(), 'rng': torch.get_rng_state(),
             'position': run.loader.position, 'batch_hash': batch_hash, 'flags': asdict(run.flags),
             'model_config': asdict(run.model.config), 'tokenizer': run.meta['tokenizer'],
-            'fingerprint': fingerprint(run.loader.windows)})
+            'fingerprint': run.fingerprint})
 
 
 def stop_non_finite(run, what):
