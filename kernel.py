@@ -59,17 +59,31 @@ from model import PRESETS, EagerRouter, Transformer, route
 S = 8                   # sites (forward) or sources (backward) a group
 TILE = 16               # sources (forward) or sites (backward) a tensor-core tile
 TOKENS = 16             # tokens that a program of group_fwd works through
+ROW_WARPS = 1
 PARTS = 64              # partial sums of the query gradient
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 if INTERPRET.value:
     TOKENS = 2          # enough to test the loop, at the interpreter's speed
 
 
-# A row is one or two blocks: Triton's blocks are powers of two, and 160 is 128 + 32, not 256 with holes.
+# A row is a tuple of blocks, since Triton's are powers of two and 160 columns are not.
+
+@triton.jit
+def row_of_heads(HB: tl.constexpr, H, K: tl.constexpr, W: tl.constexpr):
+    """All heads of a row as blocks (HB, W), a slice of every head each: column numbers, and which of them are real.
+    A block is as much as a program's threads load at once, so that a thread meets one head only."""
+    h, w = tl.arange(0, HB)[:, None], tl.arange(0, W)[None, :]
+    at, real = (), ()
+    for i in tl.static_range((K + W - 1) // W):
+        at += (h * K + i * W + w,)
+        real += ((h < H) & (i * W + w < K),)
+    return at, real
+
 
 @triton.jit
 def span(lo, limit, width: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
-    """Column numbers lo .. lo + width - 1 as blocks W and W2 wide, and which of them are real: below limit."""
+    """Column numbers lo .. lo + width - 1 as one or two blocks, W and W2 wide, and which of them are real: below limit.
+    160 is 128 + 32, not 256 with holes."""
     w = tl.arange(0, W)
     at, real = (lo + w,), ((w < width) & (lo + w < limit),)
     if W2:
@@ -111,10 +125,19 @@ def where(condition, real):
 @triton.jit
 def inner(a, b):
     """Inner product of two rows per head, (HB,), in fp32."""
-    total = tl.sum(a[0].to(tl.float32) * b[0].to(tl.float32), 1)
-    if len(a) == 2:
-        total += tl.sum(a[1].to(tl.float32) * b[1].to(tl.float32), 1)
-    return total
+    product = a[0].to(tl.float32) * b[0].to(tl.float32)
+    for i in tl.static_range(1, len(a)):
+        product += a[i].to(tl.float32) * b[i].to(tl.float32)
+    return tl.sum(product, 1)
+
+
+@triton.jit
+def times(a, x):
+    """a x, with a number a head."""
+    out = ()
+    for i in tl.static_range(len(x)):
+        out += (a[:, None] * x[i].to(tl.float32),)
+    return out
 
 
 @triton.jit
@@ -184,6 +207,16 @@ def tensor(table, i, like):
 
 # Forward.
 
+@triton.jit(do_not_specialize=["n", "BT"])
+def source_norm(X, SRC, R, n, BT, D, eps, WIDTH: tl.constexpr):
+    """A new source X (BT, D), one token: writes its address to SRC (N,) and 1 / RMS to row n of R (N, BT)."""
+    t, w = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    if t == 0:
+        tl.store(SRC + n, X.to(tl.int64))
+    x = tl.load(X + t * D + w, mask=w < D, other=0.).to(tl.float32)
+    tl.store(R + n * tl.cast(BT, tl.int64) + t, tl.rsqrt(tl.sum(x * x) / D + eps))
+
+
 @triton.jit
 def fold(m, l, acc, logit, value):
     """Online softmax, one more source. Per head: m the largest logit so far, l the sum of exp(logit - m), acc (HB, KB)
@@ -193,41 +226,56 @@ def fold(m, l, acc, logit, value):
     return top, l * old + new, combine(old, acc, new, value)
 
 
-@triton.jit(do_not_specialize=["n", "start", "row", "BT"])
-def route_fwd(X, SRC, R, U, O, LSE, n, start, row, BT, D, H, K: tl.constexpr, eps, MERGE: tl.constexpr,
-              HB: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
-    """Finish site n for one token, all heads: fold the new source X (BT, D) with the sources start .. n-1.
-    Reads X, those sources through SRC (N,), their R (N, BT), row n of U (N, D); with MERGE also the partial read and
-    lse that group_fwd left in row `row` of O and row n of LSE.
-    Writes X's address to SRC, row n of R, the read to row `row` of O (.., BT, D), row n of LSE (N, BT, H)."""
+@triton.jit(do_not_specialize=["n", "BT"])
+def simple_fwd(SRC, R, U, O, LSE, n, BT, D, H, K: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
+    """Read n for one token, all heads, over sources 0 .. n: reads them through SRC, their R (N, BT) and row n of
+    U (N, D); writes O (BT, D) and row n of LSE (N, BT, H)."""
+    step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)  # N * BT * D passes 2^31: rows are 64-bit numbers
+    h = tl.arange(0, HB)
+    at, real = row_of_heads(HB, H, K, W)
+    u = load(U + n * D, at, real)
+    l = tl.zeros((HB,), tl.float32)
+    m, acc = l - 1e30, times(l, u)
+    for i in range(0, n + 1):
+        v = load(tensor(SRC, i, O) + t * D, at, real)
+        m, l, acc = fold(m, l, acc, inner(u, v) * tl.load(R + i * step + t), v)
+    store(O + t * D, at, real, times(1 / l, acc))
+    tl.store(LSE + (n * step + t) * H + h, m + tl.log(l), mask=h < H)
+
+
+@triton.jit(do_not_specialize=["n", "first", "BT"])
+def route_fwd(X, SRC, R, U, O, LSE, n, first, BT, D, H, K: tl.constexpr, eps, HB: tl.constexpr, W: tl.constexpr):
+    """Finish site n, of the group that begins with site `first`, for one token, all heads. group_fwd has left the
+    partial read over sources 0 .. first in row n - first of O (S, BT, D), its lse in row n of LSE (N, BT, H); this
+    folds in the new source X (BT, D) and the sources first+1 .. n-1, through SRC and R (N, BT), with row n of U (N, D).
+    Writes the read and its lse in their places, X's address to SRC, row n of R."""
     if tl.program_id(0) == 0:
         tl.store(SRC + n, X.to(tl.int64))
     step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)  # N * BT * D passes 2^31: rows are 64-bit numbers
     h = tl.arange(0, HB)
-    at, real = span(h[:, None] * K, D, K, W, W2)
+    at, real = row_of_heads(HB, H, K, W)
     stat = LSE + (n * step + t) * H + h
-    out = O + (row * step + t) * D
+    out = O + ((n - first) * step + t) * D
     x = load(X + t * D, at, real)
     u = load(U + n * D, at, real)
     r = tl.rsqrt(tl.sum(inner(x, x), 0) / D + eps)
     tl.store(R + n * step + t, r)
     one = tl.full((HB,), 1., tl.float32)
-    m, l, acc = inner(u, x) * r, one, combine(one, x, one * 0, x)
-    if MERGE:
-        m, l, acc = fold(m, l, acc, tl.load(stat, mask=h < H, other=0.), load(out, at, real))
-    for i in range(start, n):
+    m, l, acc = fold(tl.load(stat, mask=h < H, other=0.), one, load(out, at, real), inner(u, x) * r, x)
+    for i in range(first + 1, n):
         v = load(tensor(SRC, i, O) + t * D, at, real)
         m, l, acc = fold(m, l, acc, inner(u, v) * tl.load(R + i * step + t), v)
-    store(out, at, real, combine(1 / l, acc, l * 0, acc))
+    store(out, at, real, times(1 / l, acc))
     tl.store(stat, m + tl.log(l), mask=h < H)
 
 
 @triton.jit(do_not_specialize=["first", "sites", "tiles", "BT"])
 def group_fwd(SRC, R, UH, UL, O, LSE, first, sites, tiles, BT, D, H, K: tl.constexpr, TOKENS: tl.constexpr,
               C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
-    """Sites first .. first+sites-1 over all older sources, 0 .. first-1, for one head of TOKENS tokens.
+    """Sites first .. first+sites-1 over the sources that exist, 0 .. first, for one head of TOKENS tokens.
     Reads the sources (BT, D) through SRC, R (N, BT), and the queries as UH + UL (N, D), two 16-bit halves.
-    Writes partial reads to rows 0 .. sites-1 of O (S, BT, D) and their lse to rows first .. of LSE (N, BT, H).
+    Writes the reads to rows 0 .. sites-1 of O (S, BT, D) and their lse to rows first .. of LSE (N, BT, H): the first
+    is complete, the others are for route_fwd to finish.
     A head is C chunks of the width, a warp each. One warp, that is one head of up to 192 columns, runs best:
     nothing to wait for but memory. The loop goes through (token, tile of sources) in one go, so that the next tile
     is on its way while this one is worked on."""
@@ -242,9 +290,9 @@ def group_fwd(SRC, R, UH, UL, O, LSE, first, sites, tiles, BT, D, H, K: tl.const
     for it in range(0, TOKENS * tiles):
         t = tl.cast(tl.minimum(tl.program_id(0) * TOKENS + it // tiles, BT - 1), tl.int64)  # the last may come twice
         i = it % tiles * TILE + e
-        alive = i < first
+        alive = i <= first
         r = tl.load(R + i * step + t, mask=alive, other=0.)
-        src = tensor(SRC, tl.minimum(i, first - 1), O)[None, :, None] + t * D
+        src = tensor(SRC, tl.minimum(i, first), O)[None, :, None] + t * D
         v = load(src, at, where(alive[None, :, None], real))                       # (C, TILE, W)
         logit = scores(v, uh)                                                      # (C, TILE, S)
         if LOW:
@@ -268,6 +316,19 @@ def group_fwd(SRC, R, UH, UL, O, LSE, first, sites, tiles, BT, D, H, K: tl.const
 
 # Backward.
 
+@triton.jit(do_not_specialize=["n", "row", "BT"])
+def site_dot(DO, O, GRAD, DHR, n, row, BT, D, H, K: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
+    """A new read gradient DO (BT, D), one token: writes its address to GRAD (N,) and dh . read, a number a head, to
+    row n of DHR (N, BT, H). The read is row `row` of O (S, BT, D)."""
+    if tl.program_id(0) == 0:
+        tl.store(GRAD + n, DO.to(tl.int64))
+    step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HB)
+    at, real = row_of_heads(HB, H, K, W)
+    dhr = inner(load(DO + t * D, at, real), load(O + (row * step + t) * D, at, real))
+    tl.store(DHR + (n * step + t) * H + h, dhr, mask=h < H)
+
+
 @triton.jit
 def softmax_grad(v, r, u, dh, lse, dhr):
     """Weight p of source v at the site of query u, gradient dl of its logit, and the logit, a number a head each."""
@@ -276,25 +337,30 @@ def softmax_grad(v, r, u, dh, lse, dhr):
     return p, p * (inner(dh, v) - dhr), logit
 
 
-@triton.jit(do_not_specialize=["first", "start", "stop", "BT"])
-def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, start, stop, BT, D, H, K: tl.constexpr, NP,
-              C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
-    """Sources first .. first+S-1 under all later sites, start .. stop-1, for one head of one token.
+@triton.jit(do_not_specialize=["first", "last", "stop", "tiles", "BT"])
+def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, last, stop, tiles, BT, D, H, K: tl.constexpr, NP,
+              TOKENS: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, S: tl.constexpr,
+              TILE: tl.constexpr, LOW: tl.constexpr):
+    """Sources first .. last under the sites last .. stop-1, which all read them, for one head of TOKENS tokens.
     Reads the sources through SRC and R, UH, UL as group_fwd does, the read gradients dh (BT, D) through GRAD (N,), LSE
     and DHR = dh . read (N, BT, H). Writes p @ dh + r dl @ u to DX (S, BT, D), the norm's sum of dl * logit to
-    DC (S, BT, H), r dl to DL (S, BT, H, NP)."""
-    h, t, step = tl.program_id(1), tl.program_id(0).to(tl.int64), tl.cast(BT, tl.int64)
+    DC (S, BT, H), r dl to DL (S, BT, H, NP). One loop goes through (token, tile of sites), as in group_fwd."""
+    h, step = tl.program_id(1), tl.cast(BT, tl.int64)
     a, e = tl.arange(0, S), tl.arange(0, TILE)
     CW: tl.constexpr = (K + C - 1) // C
-    at, real = span(h * K + tl.arange(0, C)[:, None, None] * CW, h * K + K, CW, W, W2)
-    src = tensor(SRC, first + a, DX)[None, :, None] + t * D
-    v = upright(load(src, at, where((a < S)[None, :, None], real)))                # (C, W, S)
-    r = tl.load(R + (first + a) * step + t)
+    at, real = span(h * K + tl.arange(0, C)[:, None, None] * CW, h * K + K, CW, W, W2)     # (C, 1, W)
+    mine = a <= last - first
+    source = tl.minimum(first + a, last)
+    src = tensor(SRC, source, DX)[None, :, None]
+    asked_v = where(mine[None, :, None], real)                                     # (C, S, W)
     dv, dc = zeros(C, S, W, W2), tl.zeros((S,), tl.float32)
-    for q in range(start, stop, TILE):
-        site = q + e
+    for it in range(0, TOKENS * tiles):
+        t = tl.cast(tl.minimum(tl.program_id(0) * TOKENS + it // tiles, BT - 1), tl.int64)  # the last may come twice
+        site = last + it % tiles * TILE + e
         alive = site < stop
         asked = where(alive[None, :, None], real)                                  # (C, TILE, W)
+        v = upright(load(src + t * D, at, asked_v))                                # (C, W, S)
+        r = tl.load(R + source * step + t)
         grad = tensor(GRAD, tl.minimum(site, stop - 1), DX)[None, :, None] + t * D
         lse = tl.load(LSE + (site * step + t) * H + h, mask=alive, other=0.)
         dhr = tl.load(DHR + (site * step + t) * H + h, mask=alive, other=0.)
@@ -309,42 +375,45 @@ def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, start, stop, BT
         dl = p * (tl.sum(g, 0) - dhr[:, None])
         dc += tl.sum(dl * logit, 0)
         dl = (dl * r[None, :]).to(DL.dtype.element_ty)
-        tl.store(DL + ((a * step + t) * H + h)[None, :] * NP + site[:, None], dl, mask=alive[:, None] & (a < S)[None, :])
+        tl.store(DL + ((a * step + t) * H + h)[None, :] * NP + site[:, None], dl, mask=alive[:, None] & mine[None, :])
         pt, dlt = turned(p, dh), turned(dl, uh)
         dv = mix(dlt, uh, mix(pt, dh, dv))
-    store(DX + (a * step + t)[None, :, None] * D, at, where((a < S)[None, :, None], real), dv)
-    tl.store(DC + (a * step + t) * H + h, dc)
+        if it % tiles == tiles - 1:
+            store(DX + (a * step + t)[None, :, None] * D, at, asked_v, dv)
+            tl.store(DC + (a * step + t) * H + h, dc, mask=mine)
+            dv, dc = zeros(C, S, W, W2), tl.zeros((S,), tl.float32)
 
 
-@triton.jit(do_not_specialize=["n", "stop", "row", "BT"])
-def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, stop, row, BT, D, H, K: tl.constexpr, NP,
-              MERGE: tl.constexpr, HB: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
-    """Finish source n for one token, all heads: it is read by site n, whose gradient DO (BT, D) has just arrived, and
-    by sites n+1 .. stop-1 of its group; with MERGE group_bwd has left the rest in row `row` of DX, DC.
-    Reads read n (row `row` of O), source n through SRC, the later gradients through GRAD, and R, U, LSE, DHR.
-    Writes DO's address to GRAD, row n of DHR, r dl to DL[row], and the finished gradient of source n to DX[row]."""
-    if tl.program_id(0) == 0:
-        tl.store(GRAD + n, DO.to(tl.int64))
+@triton.jit(do_not_specialize=["n", "first", "end", "BT"])
+def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D, H, K: tl.constexpr, NP,
+              HB: tl.constexpr, W: tl.constexpr):
+    """Finish source n, of the group that begins with `first`, for one token, all heads. group_bwd has left its gradient
+    under the sites from `end` on in row n - first of DX, DC; this adds those under sites n .. end-1. If there are any,
+    DO (BT, D), the gradient of read n, has just arrived; the later ones come through GRAD. Reads read n (row n - first of O),
+    source n through SRC, and R, U, LSE, DHR. Writes DO's address to GRAD, row n of DHR, r dl to DL, and the finished
+    gradient of source n in its place in DX."""
     step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HB)
     live = h < H
-    at, real = span(h[:, None] * K, D, K, W, W2)
-    here, out = n * step + t, row * step + t
-    dh = load(DO + t * D, at, real)
-    v = load(tensor(SRC, n, O) + t * D, at, real)
-    u = load(U + n * D, at, real)
-    r = tl.load(R + here)
-    dhr = inner(dh, load(O + out * D, at, real))
-    tl.store(DHR + here * H + h, dhr, mask=live)
-    p, dl, logit = softmax_grad(v, r, u, dh, tl.load(LSE + here * H + h, mask=live, other=0.), dhr)
+    at, real = row_of_heads(HB, H, K, W)
+    here, out = n * step + t, (n - first) * step + t
     to_du = DL + (out * H + h) * NP
-    tl.store(to_du + n, (dl * r).to(DL.dtype.element_ty), mask=live)
-    dv, dc = combine(p, dh, dl * r, u), dl * logit
     one = tl.full((HB,), 1., tl.float32)
-    if MERGE:
-        dv = combine(one, dv, one, load(DX + out * D, at, real))
-        dc += tl.load(DC + out * H + h, mask=live, other=0.)
-    for q in range(n + 1, stop):
+    v = load(tensor(SRC, n, O) + t * D, at, real)
+    r = tl.load(R + here)
+    dv, dc = times(one, load(DX + out * D, at, real)), tl.load(DC + out * H + h, mask=live, other=0.)
+    if n < end:
+        if tl.program_id(0) == 0:
+            tl.store(GRAD + n, DO.to(tl.int64))
+        dh = load(DO + t * D, at, real)
+        u = load(U + n * D, at, real)
+        dhr = inner(dh, load(O + out * D, at, real))
+        tl.store(DHR + here * H + h, dhr, mask=live)
+        p, dl, logit = softmax_grad(v, r, u, dh, tl.load(LSE + here * H + h, mask=live, other=0.), dhr)
+        tl.store(to_du + n, (dl * r).to(DL.dtype.element_ty), mask=live)
+        dc += dl * logit
+        dv = combine(one, combine(one, dv, p, dh), dl * r, u)
+    for q in range(n + 1, end):
         there = (q * step + t) * H + h
         dh = load(tensor(GRAD, q, O) + t * D, at, real)
         u = load(U + q * D, at, real)
@@ -385,21 +454,21 @@ def query_grad(SRC, DL, DU, first, count, stop, N, BT, D, H, K: tl.constexpr, NP
     tl.store(out, acc + tl.load(out, mask=mask, other=0.), mask=mask)
 
 
-@triton.jit(do_not_specialize=["n", "row", "BT"])
-def push_bwd(DO, O, SRC, R, U, LSE, DV, DQ, n, row, BT, D, H, K: tl.constexpr, FIRST: tl.constexpr, HB: tl.constexpr,
-             W: tl.constexpr, W2: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "BT"])
+def push_bwd(DO, O, SRC, R, U, LSE, DV, DQ, n, BT, D, H, K: tl.constexpr, FIRST: tl.constexpr, HB: tl.constexpr,
+             W: tl.constexpr):
     """Backward of site n for one token, all heads, the simple way: add this site's part to the gradient of each of
     its sources, DV (N, BT, D) fp32 (FIRST: the first site to do so overwrites), and write the token's part of the query
-    gradient, DQ (BT, D). Reads DO (BT, D), read n (row `row` of O), sources 0 .. n through SRC, R, row n of U and LSE."""
+    gradient, DQ (BT, D). Reads DO and read n, O (BT, D), the sources 0 .. n through SRC, R, row n of U and LSE."""
     step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HB)
-    at, real = span(h[:, None] * K, D, K, W, W2)
+    at, real = row_of_heads(HB, H, K, W)
     dh = load(DO + t * D, at, real)
     u = load(U + n * D, at, real)
     lse = tl.load(LSE + (n * step + t) * H + h, mask=h < H, other=0.)
-    dhr = inner(dh, load(O + (row * step + t) * D, at, real))
+    dhr = inner(dh, load(O + t * D, at, real))
     one = tl.full((HB,), 1., tl.float32)
-    dq = combine(one * 0, u, one * 0, u)
+    dq = times(one * 0, u)
     for i in range(0, n + 1):
         v = load(tensor(SRC, i, O) + t * D, at, real)
         r = tl.load(R + i * step + t)
@@ -449,20 +518,25 @@ class Tape:
         self.UL = (self.U - self.UH.float()).to(source.dtype)
         self.SRC, self.sources = self.new(self.N, dtype=torch.int64), []    # addresses, and what keeps them valid
         self.R, self.LSE = self.new(self.N, self.BT), self.new(self.N, self.BT, H)
-        self.O = [None] * triton.cdiv(self.N, S)                   # reads, a tensor a group
+        self.O = {}                                                # reads, a tensor a group, by its first site
         self.versions = []                                         # of the sources, to notice a change in place
         self.last = None                                           # the site whose gradient came last
 
+    def group(self, n):
+        """First and last site of n's group. Groups begin at sites 0, S-1, 2S-1, ..: with S, 2S, .. sources there."""
+        begin = (n + 1) // self.S * self.S - 1
+        return max(0, begin), min(begin + self.S, self.N) - 1
+
     def begin_site(self, n, x):
-        """The tensor of read n's group, allocated when the group begins, and the read's row in it."""
+        """The tensor of the reads of n's group, allocated when the group begins, and the group's first site."""
         self.sources.append(x)
         self.versions.append(x._version if self.keep else None)     # inference tensors have none
-        group, row = divmod(n, self.S)
-        if row == 0:
-            self.O[group] = self.new(min(self.S, self.N - n), self.BT, self.D, dtype=self.dtype)
-            if group and not self.keep:
-                self.O[group - 1] = None
-        return self.O[group], row
+        first, last = self.group(n)
+        if n == first:
+            if not self.keep:
+                self.O.clear()
+            self.O[first] = self.new(last + 1 - first, self.BT, self.D, dtype=self.dtype)
+        return self.O[first], first
 
     def begin_gradient(self, n):
         """Gradients come from the last site that was used down to site 0, once. True for the first."""
@@ -485,7 +559,9 @@ class Tape:
 
     def row_config(self):
         """The kernels of whole rows, a program a token."""
-        return dict(HB=pow2(self.H), **blocks(self.K, 1), num_warps=min(8, max(1, pow2(self.D // 256 + 1) // 2)))
+        warps = ROW_WARPS
+        HB = pow2(self.H)
+        return dict(HB=HB, W=min(pow2(self.K), max(1, 256 * warps // HB)), num_warps=warps)
 
     def group_config(self, forward):
         """The kernels of one head. Their registers decide how many warps share a multiprocessor."""
@@ -494,10 +570,15 @@ class Tape:
                     num_stages=3 if forward and self.C == 1 and not narrow else 2, maxnreg=168 if narrow and self.low else None)
 
 
+def norm_source(s, x, n):
+    source_norm[(s.BT,)](x, s.SRC, s.R, n, s.BT, s.D, s.eps, WIDTH=pow2(s.D), num_warps=s.row_config()["num_warps"])
+
+
 def simple_forward(s, x, n):
-    O, row = s.begin_site(n, x)
-    route_fwd[(s.BT,)](x, s.SRC, s.R, s.U, O, s.LSE, n, 0, row, s.BT, s.D, s.H, s.K, s.eps, MERGE=False, **s.row_config())
-    return O[row]
+    O, _ = s.begin_site(n, x)
+    norm_source(s, x, n)
+    simple_fwd[(s.BT,)](s.SRC, s.R, s.U, O, s.LSE, n, s.BT, s.D, s.H, s.K, **s.row_config())
+    return O[0]
 
 
 def simple_backward(s, do, n):
@@ -505,20 +586,21 @@ def simple_backward(s, do, n):
     if first:
         s.DV, s.DU = s.new(s.stop, s.BT, s.D), torch.zeros_like(s.U)
     dq = s.new(s.BT, s.D)
-    push_bwd[(s.BT,)](do, s.O[n], s.SRC, s.R, s.U, s.LSE, s.DV, dq, n, 0, s.BT, s.D, s.H, s.K, FIRST=first, **s.row_config())
+    push_bwd[(s.BT,)](do, s.O.pop(n), s.SRC, s.R, s.U, s.LSE, s.DV, dq, n, s.BT, s.D, s.H, s.K, FIRST=first, **s.row_config())
     s.DU[n] = dq.sum(0)
-    s.O[n] = None
     return s.DV[n].to(s.dtype)
 
 
 def grouped_forward(s, x, n):
-    O, row = s.begin_site(n, x)
+    O, first = s.begin_site(n, x)
     shape = (s.BT, s.D, s.H, s.K)
-    if row == 0 and n > 0:
+    if n == first:
+        norm_source(s, x, n)
         group_fwd[(triton.cdiv(s.BT, TOKENS), s.H)](
-            s.SRC, s.R, s.UH, s.UL, O, s.LSE, n, O.size(0), triton.cdiv(n, TILE), *shape, TOKENS=TOKENS, **s.group_config(True))
-    route_fwd[(s.BT,)](x, s.SRC, s.R, s.U, O, s.LSE, n, n - row, row, *shape, s.eps, MERGE=n >= S, **s.row_config())
-    return O[row]
+            s.SRC, s.R, s.UH, s.UL, O, s.LSE, n, O.size(0), triton.cdiv(n + 1, TILE), *shape, TOKENS=TOKENS, **s.group_config(True))
+    else:
+        route_fwd[(s.BT,)](x, s.SRC, s.R, s.U, O, s.LSE, n, first, *shape, s.eps, **s.row_config())
+    return O[n - first]
 
 
 def grouped_backward(s, do, n):
@@ -529,24 +611,28 @@ def grouped_backward(s, do, n):
         s.DL = s.new(S, s.BT, s.H, s.NP, dtype=s.dtype)
         s.DU = torch.zeros(PARTS, s.N, s.D, device=do.device)
     s.grads.append(do)
-    shape = (s.BT, s.D, s.H, s.K, s.NP)
-    row, first = n % S, n - n % S
-    stop = min(first + S, s.stop)         # sites of the group end here, and group_bwd's rectangle begins
-    merge = stop < s.stop
-    if n == stop - 1:
-        s.DX = s.new(stop - first, s.BT, s.D, dtype=s.dtype)
-        if merge:
-            group_bwd[(s.BT, s.H)](s.SRC, s.R, s.UH, s.UL, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, first, stop, s.stop,
-                                   *shape, **s.group_config(False))
-    route_bwd[(s.BT,)](do, s.O[n // S], s.SRC, s.R, s.U, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, n, stop, row, *shape,
-                       MERGE=merge, **s.row_config())
-    dx = s.DX[row]
-    if row == 0:
+    first, last = s.group(n)
+    last = min(last, s.stop - 1)
+    end = s.stop if last == s.stop - 1 else last    # group_bwd does the sites from here on
+    O, shape = s.O[first], (s.BT, s.D, s.H, s.K)
+    if n == last:
+        s.DX = s.new(last + 1 - first, s.BT, s.D, dtype=s.dtype)
+    if n == s.stop - 1:
+        s.DX.zero_(), s.DC.zero_()
+    elif n == last:
+        site_dot[(s.BT,)](do, O, s.GRAD, s.DHR, n, n - first, *shape, **s.row_config())
+        group_bwd[(triton.cdiv(s.BT, TOKENS), s.H)](
+            s.SRC, s.R, s.UH, s.UL, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, first, last, s.stop,
+            triton.cdiv(s.stop - last, TILE), *shape, s.NP, TOKENS=TOKENS, **s.group_config(False))
+    route_bwd[(s.BT,)](do, O, s.SRC, s.R, s.U, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, n, first, end, *shape, s.NP, **s.row_config())
+    dx = s.DX[n - first]
+    if n == first:
         W = max(16, pow2(triton.cdiv(s.K, s.C)))
         query_grad[(PARTS, s.H * s.C, triton.cdiv(s.stop - first, 64))](
-            s.SRC, s.DL, s.DU, first, stop - first, s.stop, s.N, *shape, SITES=64, TB=64 if W <= 128 else 32, W=W, C=s.C,
+            s.SRC, s.DL, s.DU, first, last + 1 - first, s.stop, s.N, *shape, s.NP, SITES=64, TB=64 if W <= 128 else 32, W=W, C=s.C,
             num_warps=4)
-        s.O[n // S] = s.DX = None
+        s.DX = None
+        del s.O[first]
     return dx
 
 
