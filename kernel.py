@@ -10,10 +10,10 @@ There is next to no arithmetic in it: a GPU spends its time moving rows (one row
 token). Done site by site, site n moves n + 1 rows, N^2/2 in all, and more than that again in the backward pass.
 
 The idea. In ordinary attention a query is computed from the token; here all N queries are parameters, known before
-the first layer runs. So nobody has to wait for site n to start on read n: when sources 0..7 exist, the sites 8..15
-can already take them in, *together*, each row moved once for eight sites. What is left for later are the few sources
-born inside the group; a softmax over two disjoint sets of sources is merged exactly from the two partial
-results and their log-sum-exps (as split-KV attention decoding does).
+the first layer runs. So nobody has to wait for site n to start on read n: when sources 0..7 exist, the sites 7..14
+can take them in *together*, each row moved once for eight sites. Read 7 is then complete; for the others the few
+sources born inside the group are left for later. A softmax over two disjoint sets of sources is merged exactly from
+the two partial results and their log-sum-exps (as split-KV attention decoding does).
 
 The backward pass is the mirror image. Site n+1 depends on site n, so sites run backward in strict reverse order, and
 when the gradient of source i is asked for, the gradients of all the reads that ever used it are known. So it is
@@ -55,15 +55,14 @@ except ImportError as error:
 
 from model import PRESETS, EagerRouter, Transformer, route
 
-# Tuned on one H200. A site costs about N / (2S) rows for its older sources and (S - 1) / 2 for those of its group.
+# Tuned on one H200. A site costs about N / (2S) rows for its older sources and S / 2 for those of its group.
 S = 8                   # sites (forward) or sources (backward) a group
 TILE = 16               # sources (forward) or sites (backward) a tensor-core tile
-TOKENS = 16             # tokens that a program of group_fwd works through
-ROW_WARPS = 1
+TOKENS = 16             # tokens that a program of the group kernels works through
 PARTS = 64              # partial sums of the query gradient
 INTERPRET = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 if INTERPRET.value:
-    TOKENS = 2          # enough to test the loop, at the interpreter's speed
+    TOKENS = 4          # enough to test the loop, at the interpreter's speed
 
 
 # A row is a tuple of blocks, since Triton's are powers of two and 160 columns are not.
@@ -81,14 +80,15 @@ def row_of_heads(HB: tl.constexpr, H, K: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def span(lo, limit, width: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
-    """Column numbers lo .. lo + width - 1 as one or two blocks, W and W2 wide, and which of them are real: below limit.
-    160 is 128 + 32, not 256 with holes."""
-    w = tl.arange(0, W)
-    at, real = (lo + w,), ((w < width) & (lo + w < limit),)
+def row_of_head(h, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
+    """One head's slice of a row in C chunks, each of one or two blocks, (C, 1, W) and (C, 1, W2): column numbers, and
+    which of them are real. 160 is 128 + 32, not 256 with holes."""
+    CW: tl.constexpr = (K + C - 1) // C
+    c, w = tl.arange(0, C)[:, None, None] * CW, tl.arange(0, W)[None, None, :]
+    at, real = (h * K + c + w,), ((w < CW) & (c + w < K),)
     if W2:
-        w = W + tl.arange(0, W2)
-        at, real = at + (lo + w,), real + ((w < width) & (lo + w < limit),)
+        w = W + tl.arange(0, W2)[None, None, :]
+        at, real = at + (h * K + c + w,), real + ((w < CW) & (c + w < K),)
     return at, real
 
 
@@ -107,15 +107,8 @@ def store(pointer, at, real, row):
 
 
 @triton.jit
-def moved(at, by):
-    out = ()
-    for i in tl.static_range(len(at)):
-        out += (at[i] + by,)
-    return out
-
-
-@triton.jit
-def where(condition, real):
+def only(condition, real):
+    """Those of the real columns for which the condition holds."""
     out = ()
     for i in tl.static_range(len(real)):
         out += (condition & real[i],)
@@ -176,9 +169,32 @@ def scores(a, b, acc=None):
 
 
 @triton.jit
-def turned(p, rows):
-    """Weights p (M, S) for rows (C, M, W): (C, S, M)."""
-    return tl.broadcast_to(tl.trans(p.to(rows[0].dtype))[None], (rows[0].shape[0], p.shape[1], p.shape[0]))
+def own_block(x, P: tl.constexpr):
+    """x (C, P M, P S), something of P tokens with something of P tokens -> (C, P, M, S), where they are one token."""
+    x = x.reshape(x.shape[0], P, x.shape[1] // P, P, x.shape[2] // P)
+    p = tl.arange(0, P)
+    same = p[:, None, None, None] == p[None, None, :, None]
+    return tl.sum(tl.where(same[None], x, 0.), 3)
+
+
+@triton.jit
+def diagonal(p, rows):
+    """Weights p (P, M, S) of P tokens for their rows (C, P M, W): (C, P S, P M), zero between different tokens."""
+    P: tl.constexpr = p.shape[0]
+    M: tl.constexpr = p.shape[1]
+    S: tl.constexpr = p.shape[2]
+    same = tl.arange(0, P)[:, None, None, None] == tl.arange(0, P)[None, None, :, None]
+    p = tl.where(same, p.trans(0, 2, 1)[:, :, None, :], 0.).to(rows[0].dtype)      # (P, S, P, M)
+    return tl.broadcast_to(p.reshape(P * S, P * M)[None], (rows[0].shape[0], P * S, P * M))
+
+
+@triton.jit
+def scaled(acc, a):
+    """acc (C, P S, W) times a (P, S)."""
+    out = ()
+    for i in tl.static_range(len(acc)):
+        out += (acc[i] * a.reshape(a.shape[0] * a.shape[1])[None, :, None],)
+    return out
 
 
 @triton.jit
@@ -205,10 +221,16 @@ def tensor(table, i, like):
     return tl.multiple_of(tl.load(table + i).to(like.dtype), 16)
 
 
+@triton.jit
+def token(t, BT):
+    """Token numbers as 64-bit numbers, since N * BT * D passes 2^31. Those beyond the end do the last one again."""
+    return tl.minimum(t, BT - 1).to(tl.int64)
+
+
 # Forward.
 
 @triton.jit(do_not_specialize=["n", "BT"])
-def source_norm(X, SRC, R, n, BT, D, eps, WIDTH: tl.constexpr):
+def source_norm(X, SRC, R, n, BT, D: tl.constexpr, eps, WIDTH: tl.constexpr):
     """A new source X (BT, D), one token: writes its address to SRC (N,) and 1 / RMS to row n of R (N, BT)."""
     t, w = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
     if t == 0:
@@ -227,7 +249,8 @@ def fold(m, l, acc, logit, value):
 
 
 @triton.jit(do_not_specialize=["n", "BT"])
-def simple_fwd(SRC, R, U, O, LSE, n, BT, D, H, K: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
+def simple_fwd(SRC, R, U, O, LSE, n, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr,
+               W: tl.constexpr):
     """Read n for one token, all heads, over sources 0 .. n: reads them through SRC, their R (N, BT) and row n of
     U (N, D); writes O (BT, D) and row n of LSE (N, BT, H)."""
     step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)  # N * BT * D passes 2^31: rows are 64-bit numbers
@@ -244,7 +267,8 @@ def simple_fwd(SRC, R, U, O, LSE, n, BT, D, H, K: tl.constexpr, HB: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["n", "first", "BT"])
-def route_fwd(X, SRC, R, U, O, LSE, n, first, BT, D, H, K: tl.constexpr, eps, HB: tl.constexpr, W: tl.constexpr):
+def route_fwd(X, SRC, R, U, O, LSE, n, first, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, eps,
+              HB: tl.constexpr, W: tl.constexpr):
     """Finish site n, of the group that begins with site `first`, for one token, all heads. group_fwd has left the
     partial read over sources 0 .. first in row n - first of O (S, BT, D), its lse in row n of LSE (N, BT, H); this
     folds in the new source X (BT, D) and the sources first+1 .. n-1, through SRC and R (N, BT), with row n of U (N, D).
@@ -270,54 +294,52 @@ def route_fwd(X, SRC, R, U, O, LSE, n, first, BT, D, H, K: tl.constexpr, eps, HB
 
 
 @triton.jit(do_not_specialize=["first", "sites", "tiles", "BT"])
-def group_fwd(SRC, R, UH, UL, O, LSE, first, sites, tiles, BT, D, H, K: tl.constexpr, TOKENS: tl.constexpr,
-              C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
+def group_fwd(SRC, R, UH, UL, O, LSE, first, sites, tiles, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+              TOKENS: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr,
+              S: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
     """Sites first .. first+sites-1 over the sources that exist, 0 .. first, for one head of TOKENS tokens.
     Reads the sources (BT, D) through SRC, R (N, BT), and the queries as UH + UL (N, D), two 16-bit halves.
     Writes the reads to rows 0 .. sites-1 of O (S, BT, D) and their lse to rows first .. of LSE (N, BT, H): the first
     is complete, the others are for route_fwd to finish.
-    A head is C chunks of the width, a warp each. One warp, that is one head of up to 192 columns, runs best:
-    nothing to wait for but memory. The loop goes through (token, tile of sources) in one go, so that the next tile
-    is on its way while this one is worked on."""
+    Works on P tokens at once: their S sites each fill the 16 rows that a tensor core multiplies at least. A head is C
+    chunks of the width, a warp each. One loop goes through (tokens, tile of sources), so that the next tile is on its
+    way while this one is worked on, also from one token to the next."""
     h, step = tl.program_id(1), tl.cast(BT, tl.int64)
-    j, e = tl.arange(0, S), tl.arange(0, TILE)
-    CW: tl.constexpr = (K + C - 1) // C
-    at, real = span(h * K + tl.arange(0, C)[:, None, None] * CW, h * K + K, CW, W, W2)     # (C, 1, W)
-    asked = where((j < sites)[None, :, None], real)                                # (C, S, W)
-    at_u = moved(at, (first + j)[None, :, None] * D)
-    uh, ul = upright(load(UH, at_u, asked)), upright(load(UL, at_u, asked))        # (C, W, S)
-    m, l, acc = tl.full((S,), -1e30, tl.float32), tl.zeros((S,), tl.float32), zeros(C, S, W, W2)
-    for it in range(0, TOKENS * tiles):
-        t = tl.cast(tl.minimum(tl.program_id(0) * TOKENS + it // tiles, BT - 1), tl.int64)  # the last may come twice
-        i = it % tiles * TILE + e
+    j, e, js = tl.arange(0, S), tl.arange(0, P * TILE), tl.arange(0, P * S)
+    at, real = row_of_head(h, K, C, W, W2)
+    asked = only((j < sites)[None, :, None], real)                                 # (C, S, W)
+    to_u = ((first + j) * D)[None, :, None]
+    uh, ul = upright(load(UH + to_u, at, asked)), upright(load(UL + to_u, at, asked))      # (C, W, S)
+    l = tl.zeros((P, S), tl.float32)
+    m, acc = l - 1e30, zeros(C, P * S, W, W2)
+    for it in range(0, TOKENS // P * tiles):
+        t = tl.program_id(0) * TOKENS + it // tiles * P
+        te, i = token(t + e // TILE, BT), it % tiles * TILE + e % TILE
         alive = i <= first
-        r = tl.load(R + i * step + t, mask=alive, other=0.)
-        src = tensor(SRC, tl.minimum(i, first), O)[None, :, None] + t * D
-        v = load(src, at, where(alive[None, :, None], real))                       # (C, TILE, W)
-        logit = scores(v, uh)                                                      # (C, TILE, S)
+        r = tl.load(R + i * step + te, mask=alive, other=0.)
+        v = load((tensor(SRC, i, O) + te * D)[None, :, None], at, only(alive[None, :, None], real))    # (C, P TILE, W)
+        logit = scores(v, uh)                                                      # (C, P TILE, S)
         if LOW:
             logit = scores(v, ul, logit)
-        logit = tl.where(alive[:, None], tl.sum(logit, 0) * r[:, None], -1e30)     # (TILE, S)
-        top = tl.maximum(m, tl.max(logit, 0))
-        old, p = tl.exp(m - top), tl.exp(logit - top[None, :])
-        m, l = top, l * old + tl.sum(p, 0)
-        scaled = (acc[0] * old[None, :, None],)
-        if W2:
-            scaled += (acc[1] * old[None, :, None],)
-        acc = mix(turned(p, v), v, scaled)
+        logit = tl.where(alive[:, None], tl.sum(logit, 0) * r[:, None], -1e30).reshape(P, TILE, S)
+        top = tl.maximum(m, tl.max(logit, 1))
+        old, p = tl.exp(m - top), tl.exp(logit - top[:, None, :])
+        m, l = top, l * old + tl.sum(p, 1)
+        acc = mix(diagonal(p, v), v, scaled(acc, old))
         if it % tiles == tiles - 1:
-            done = (acc[0] / l[None, :, None],)
-            if W2:
-                done += (acc[1] / l[None, :, None],)
-            store(O + (j * step + t)[None, :, None] * D, at, asked, done)
-            tl.store(LSE + ((first + j) * step + t) * H + h, m + tl.log(l), mask=j < sites)
-            m, l, acc = tl.full((S,), -1e30, tl.float32), tl.zeros((S,), tl.float32), zeros(C, S, W, W2)
+            out = O + (js % S * step + token(t + js // S, BT))[None, :, None] * D
+            store(out, at, only((js % S < sites)[None, :, None], real), scaled(acc, 1 / l))
+            stat = LSE + ((first + j)[None, :] * step + token(t + tl.arange(0, P), BT)[:, None]) * H + h
+            tl.store(stat, m + tl.log(l), mask=(j < sites)[None, :])
+            l = tl.zeros((P, S), tl.float32)
+            m, acc = l - 1e30, zeros(C, P * S, W, W2)
 
 
 # Backward.
 
 @triton.jit(do_not_specialize=["n", "row", "BT"])
-def site_dot(DO, O, GRAD, DHR, n, row, BT, D, H, K: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
+def site_dot(DO, O, GRAD, DHR, n, row, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr,
+             W: tl.constexpr):
     """A new read gradient DO (BT, D), one token: writes its address to GRAD (N,) and dh . read, a number a head, to
     row n of DHR (N, BT, H). The read is row `row` of O (S, BT, D)."""
     if tl.program_id(0) == 0:
@@ -338,60 +360,61 @@ def softmax_grad(v, r, u, dh, lse, dhr):
 
 
 @triton.jit(do_not_specialize=["first", "last", "stop", "tiles", "BT"])
-def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, last, stop, tiles, BT, D, H, K: tl.constexpr, NP,
-              TOKENS: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr, S: tl.constexpr,
-              TILE: tl.constexpr, LOW: tl.constexpr):
+def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, last, stop, tiles, BT, D: tl.constexpr,
+              H: tl.constexpr, K: tl.constexpr, NP, TOKENS: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+              W: tl.constexpr, W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
     """Sources first .. last under the sites last .. stop-1, which all read them, for one head of TOKENS tokens.
     Reads the sources through SRC and R, UH, UL as group_fwd does, the read gradients dh (BT, D) through GRAD (N,), LSE
     and DHR = dh . read (N, BT, H). Writes p @ dh + r dl @ u to DX (S, BT, D), the norm's sum of dl * logit to
-    DC (S, BT, H), r dl to DL (S, BT, H, NP). One loop goes through (token, tile of sites), as in group_fwd."""
+    DC (S, BT, H), r dl to DL (S, BT, H, NP). P tokens at once share the queries of a tile. Otherwise like group_fwd."""
     h, step = tl.program_id(1), tl.cast(BT, tl.int64)
-    a, e = tl.arange(0, S), tl.arange(0, TILE)
-    CW: tl.constexpr = (K + C - 1) // C
-    at, real = span(h * K + tl.arange(0, C)[:, None, None] * CW, h * K + K, CW, W, W2)     # (C, 1, W)
-    mine = a <= last - first
-    source = tl.minimum(first + a, last)
-    src = tensor(SRC, source, DX)[None, :, None]
-    asked_v = where(mine[None, :, None], real)                                     # (C, S, W)
-    dv, dc = zeros(C, S, W, W2), tl.zeros((S,), tl.float32)
-    for it in range(0, TOKENS * tiles):
-        t = tl.cast(tl.minimum(tl.program_id(0) * TOKENS + it // tiles, BT - 1), tl.int64)  # the last may come twice
-        site = last + it % tiles * TILE + e
+    e, as_ = tl.arange(0, P * TILE), tl.arange(0, P * S)
+    p3, e3, a3 = tl.arange(0, P)[:, None, None], tl.arange(0, TILE)[None, :, None], tl.arange(0, S)[None, None, :]
+    at, real = row_of_head(h, K, C, W, W2)
+    source = tl.minimum(first + as_ % S, last)
+    src = tensor(SRC, source, DX)
+    dv, dc = zeros(C, P * S, W, W2), tl.zeros((P, S), tl.float32)
+    for it in range(0, TOKENS // P * tiles):
+        t, site = tl.program_id(0) * TOKENS + it // tiles * P, last + it % tiles * TILE + e % TILE
+        ta, te, t3 = token(t + as_ // S, BT), token(t + e // TILE, BT), token(t + p3, BT)
         alive = site < stop
-        asked = where(alive[None, :, None], real)                                  # (C, TILE, W)
-        v = upright(load(src + t * D, at, asked_v))                                # (C, W, S)
-        r = tl.load(R + source * step + t)
-        grad = tensor(GRAD, tl.minimum(site, stop - 1), DX)[None, :, None] + t * D
-        lse = tl.load(LSE + (site * step + t) * H + h, mask=alive, other=0.)
-        dhr = tl.load(DHR + (site * step + t) * H + h, mask=alive, other=0.)
-        dh = load(grad, at, asked)
-        at_u = moved(at, site[None, :, None] * D)
-        uh, ul = load(UH, at_u, asked), load(UL, at_u, asked)
-        logit, g = scores(uh, v), scores(dh, v)                                    # (C, TILE, S)
+        site3 = last + it % tiles * TILE + e3
+        v = upright(load((src + ta * D)[None, :, None], at, real))                 # (C, W, P S)
+        r = tl.load(R + source * step + ta)
+        dh = load((tensor(GRAD, site, DX) + te * D)[None, :, None], at, only(alive[None, :, None], real))
+        stat = (site * step + te) * H + h
+        lse = tl.load(LSE + stat, mask=alive, other=0.).reshape(P, TILE, 1)
+        dhr = tl.load(DHR + stat, mask=alive, other=0.).reshape(P, TILE, 1)
+        to_u = (site3) * D
+        uh, ul = load(UH + to_u, at, real), load(UL + to_u, at, real)              # (C, TILE, W)
+        logit = scores(uh, v)                                                      # (C, TILE, P S)
         if LOW:
             logit = scores(ul, v, logit)
-        logit = tl.sum(logit, 0) * r[None, :]                                      # (TILE, S)
-        p = tl.where(alive[:, None], tl.exp(logit - lse[:, None]), 0.)
-        dl = p * (tl.sum(g, 0) - dhr[:, None])
-        dc += tl.sum(dl * logit, 0)
-        dl = (dl * r[None, :]).to(DL.dtype.element_ty)
-        tl.store(DL + ((a * step + t) * H + h)[None, :] * NP + site[:, None], dl, mask=alive[:, None] & mine[None, :])
-        pt, dlt = turned(p, dh), turned(dl, uh)
-        dv = mix(dlt, uh, mix(pt, dh, dv))
+        logit = (tl.sum(logit, 0) * r[None, :]).reshape(TILE, P, S).trans(1, 0, 2)  # (P, TILE, S)
+        g = tl.sum(own_block(scores(dh, v), P), 0)                                 # (P, TILE, S): dh . v
+        p = tl.where(site3 < stop, tl.exp(logit - lse), 0.)
+        dl = p * (g - dhr)
+        dc += tl.sum(dl * logit, 1)
+        dl = (dl * r.reshape(P, 1, S)).to(DL.dtype.element_ty)
+        to_dl = ((a3 * step + t3) * H + h) * NP + site3
+        tl.store(DL + to_dl, dl, mask=(site3 < stop) & (first + a3 <= last))
+        dlt = tl.broadcast_to(dl.trans(0, 2, 1).reshape(P * S, TILE)[None], (C, P * S, TILE))
+        dv = mix(dlt, uh, mix(diagonal(p, dh), dh, dv))
         if it % tiles == tiles - 1:
-            store(DX + (a * step + t)[None, :, None] * D, at, asked_v, dv)
-            tl.store(DC + (a * step + t) * H + h, dc, mask=mine)
-            dv, dc = zeros(C, S, W, W2), tl.zeros((S,), tl.float32)
+            out = DX + (as_ % S * step + ta)[None, :, None] * D
+            store(out, at, only((first + as_ % S <= last)[None, :, None], real), dv)
+            tl.store(DC + (a3 * step + t3) * H + h, dc.reshape(P, 1, S), mask=first + a3 <= last)
+            dv, dc = zeros(C, P * S, W, W2), tl.zeros((P, S), tl.float32)
 
 
 @triton.jit(do_not_specialize=["n", "first", "end", "BT"])
-def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D, H, K: tl.constexpr, NP,
-              HB: tl.constexpr, W: tl.constexpr):
+def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D: tl.constexpr, H: tl.constexpr,
+              K: tl.constexpr, NP, HB: tl.constexpr, W: tl.constexpr):
     """Finish source n, of the group that begins with `first`, for one token, all heads. group_bwd has left its gradient
     under the sites from `end` on in row n - first of DX, DC; this adds those under sites n .. end-1. If there are any,
-    DO (BT, D), the gradient of read n, has just arrived; the later ones come through GRAD. Reads read n (row n - first of O),
-    source n through SRC, and R, U, LSE, DHR. Writes DO's address to GRAD, row n of DHR, r dl to DL, and the finished
-    gradient of source n in its place in DX."""
+    DO (BT, D), the gradient of read n, has just arrived; the later ones come through GRAD. Reads read n from row
+    n - first of O, source n through SRC, and R, U, LSE, DHR. Writes DO's address to GRAD, row n of DHR, r dl to DL, and
+    the finished gradient of source n in its place in DX."""
     step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HB)
     live = h < H
@@ -427,8 +450,8 @@ def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D
 
 
 @triton.jit(do_not_specialize=["first", "count", "stop", "BT"])
-def query_grad(SRC, DL, DU, first, count, stop, N, BT, D, H, K: tl.constexpr, NP, SITES: tl.constexpr, TB: tl.constexpr,
-               W: tl.constexpr, C: tl.constexpr):
+def query_grad(SRC, DL, DU, first, count, stop, N, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+               NP, SITES: tl.constexpr, TB: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
     """Add sum over tokens of (r dl)^T @ s_i, for the sources first .. first+count-1, to the query gradients.
     Program (part, chunk of a head, block of sites) takes every P-th block of TB tokens and owns its slice of
     DU (P, N, D), so that the sum has one order: no atomics. Reads the sources through SRC and DL (S, BT, H, NP)."""
@@ -439,15 +462,17 @@ def query_grad(SRC, DL, DU, first, count, stop, N, BT, D, H, K: tl.constexpr, NP
     w = tl.arange(0, W)
     inside = ((w < CW) & (c + w < K))[None, :]
     at = h * K + c + w
-    site = first + tl.program_id(2) * SITES + tl.arange(0, SITES)
+    site = first // 16 * 16 + tl.program_id(2) * SITES + tl.arange(0, SITES)     # aligned, for wide loads
     acc = tl.zeros((SITES, W), tl.float32)
     for t0 in range(part * TB, BT, P * TB):
         t = tl.cast(t0 + tl.arange(0, TB), tl.int64)
         live = (t < BT)[:, None]
         for a in range(count):
             v = tl.load(tensor(SRC, first + a, DL) + t[:, None] * D + at[None, :], mask=live & inside, other=0.)
-            dl = tl.load(DL + ((a * step + t) * H + h)[:, None] * NP + site[None, :],
-                         mask=live & ((site < stop) & (site >= first + a))[None, :], other=0.)
+            to_dl = ((a * step + t) * H + h)[:, None] * NP + site[None, :]
+            dl = tl.load(DL + to_dl, mask=live & (site < NP)[None, :], other=0.)
+            written = (site < stop) & (site >= first + a)
+            dl = tl.where(written[None, :], dl, 0.).to(v.dtype)
             acc = dot(tl.trans(dl), v, acc)
     out = DU + (part * N + site[:, None]) * D + at[None, :]
     mask = (site < stop)[:, None] & inside
@@ -455,8 +480,8 @@ def query_grad(SRC, DL, DU, first, count, stop, N, BT, D, H, K: tl.constexpr, NP
 
 
 @triton.jit(do_not_specialize=["n", "BT"])
-def push_bwd(DO, O, SRC, R, U, LSE, DV, DQ, n, BT, D, H, K: tl.constexpr, FIRST: tl.constexpr, HB: tl.constexpr,
-             W: tl.constexpr):
+def push_bwd(DO, O, SRC, R, U, LSE, DV, DQ, n, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+             FIRST: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
     """Backward of site n for one token, all heads, the simple way: add this site's part to the gradient of each of
     its sources, DV (N, BT, D) fp32 (FIRST: the first site to do so overwrites), and write the token's part of the query
     gradient, DQ (BT, D). Reads DO and read n, O (BT, D), the sources 0 .. n through SRC, R, row n of U and LSE."""
@@ -514,9 +539,11 @@ class Tape:
         self.new = lambda *shape, dtype=torch.float32: torch.empty(*shape, device=source.device, dtype=dtype)
         self.U = queries.detach().float().contiguous()
         self.low = source.dtype != torch.float32                   # 16-bit matrix products: queries in two halves
-        self.UH = self.U.to(source.dtype)
-        self.UL = (self.U - self.UH.float()).to(source.dtype)
-        self.SRC, self.sources = self.new(self.N, dtype=torch.int64), []    # addresses, and what keeps them valid
+        padded = torch.nn.functional.pad(self.U, (0, 0, 0, TILE))  # the last tile may look beyond the end
+        self.UH = padded.to(source.dtype)
+        self.UL = (padded - self.UH.float()).to(source.dtype)
+        self.SRC = self.new(self.N + TILE, dtype=torch.int64)      # addresses
+        self.sources = []                                          # what keeps them valid
         self.R, self.LSE = self.new(self.N, self.BT), self.new(self.N, self.BT, H)
         self.O = {}                                                # reads, a tensor a group, by its first site
         self.versions = []                                         # of the sources, to notice a change in place
@@ -558,20 +585,20 @@ class Tape:
         self.last = last
 
     def row_config(self):
-        """The kernels of whole rows, a program a token."""
-        warps = ROW_WARPS
+        """The kernels of whole rows: a warp a token, whose 32 threads load 8 numbers at once, each of one head."""
         HB = pow2(self.H)
-        return dict(HB=HB, W=min(pow2(self.K), max(1, 256 * warps // HB)), num_warps=warps)
+        return dict(HB=HB, W=min(pow2(self.K), max(1, 256 // HB)), num_warps=1)
 
     def group_config(self, forward):
-        """The kernels of one head. Their registers decide how many warps share a multiprocessor."""
-        narrow = self.C == 1 and self.K <= 128
-        return dict(C=self.C, **blocks(triton.cdiv(self.K, self.C), 16), S=S, TILE=TILE, LOW=self.low, num_warps=self.C,
-                    num_stages=3 if forward and self.C == 1 and not narrow else 2, maxnreg=168 if narrow and self.low else None)
+        """The kernels of one head. P and num_stages fill the registers and the shared memory, which fp32 soon does."""
+        P = 2 if self.low and (forward or self.C == 1) else 1
+        stages = 1 if not self.low else 3 if self.K <= 128 and not forward else 2
+        return dict(P=P, C=self.C, **blocks(triton.cdiv(self.K, self.C), 16), S=S, TILE=TILE, TOKENS=TOKENS,
+                    LOW=self.low, num_warps=self.C, num_stages=stages)
 
 
 def norm_source(s, x, n):
-    source_norm[(s.BT,)](x, s.SRC, s.R, n, s.BT, s.D, s.eps, WIDTH=pow2(s.D), num_warps=s.row_config()["num_warps"])
+    source_norm[(s.BT,)](x, s.SRC, s.R, n, s.BT, s.D, s.eps, WIDTH=pow2(s.D), num_warps=4)
 
 
 def simple_forward(s, x, n):
@@ -586,7 +613,8 @@ def simple_backward(s, do, n):
     if first:
         s.DV, s.DU = s.new(s.stop, s.BT, s.D), torch.zeros_like(s.U)
     dq = s.new(s.BT, s.D)
-    push_bwd[(s.BT,)](do, s.O.pop(n), s.SRC, s.R, s.U, s.LSE, s.DV, dq, n, s.BT, s.D, s.H, s.K, FIRST=first, **s.row_config())
+    push_bwd[(s.BT,)](do, s.O.pop(n), s.SRC, s.R, s.U, s.LSE, s.DV, dq, n, s.BT, s.D, s.H, s.K, FIRST=first,
+                      **s.row_config())
     s.DU[n] = dq.sum(0)
     return s.DV[n].to(s.dtype)
 
@@ -597,7 +625,8 @@ def grouped_forward(s, x, n):
     if n == first:
         norm_source(s, x, n)
         group_fwd[(triton.cdiv(s.BT, TOKENS), s.H)](
-            s.SRC, s.R, s.UH, s.UL, O, s.LSE, n, O.size(0), triton.cdiv(n + 1, TILE), *shape, TOKENS=TOKENS, **s.group_config(True))
+            s.SRC, s.R, s.UH, s.UL, O, s.LSE, n, O.size(0), triton.cdiv(n + 1, TILE), *shape,
+            **s.group_config(True))
     else:
         route_fwd[(s.BT,)](x, s.SRC, s.R, s.U, O, s.LSE, n, first, *shape, s.eps, **s.row_config())
     return O[n - first]
@@ -623,14 +652,15 @@ def grouped_backward(s, do, n):
         site_dot[(s.BT,)](do, O, s.GRAD, s.DHR, n, n - first, *shape, **s.row_config())
         group_bwd[(triton.cdiv(s.BT, TOKENS), s.H)](
             s.SRC, s.R, s.UH, s.UL, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, first, last, s.stop,
-            triton.cdiv(s.stop - last, TILE), *shape, s.NP, TOKENS=TOKENS, **s.group_config(False))
-    route_bwd[(s.BT,)](do, O, s.SRC, s.R, s.U, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, n, first, end, *shape, s.NP, **s.row_config())
+            triton.cdiv(s.stop - last, TILE), *shape, s.NP, **s.group_config(False))
+    route_bwd[(s.BT,)](do, O, s.SRC, s.R, s.U, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, n, first, end, *shape, s.NP,
+                       **s.row_config())
     dx = s.DX[n - first]
     if n == first:
         W = max(16, pow2(triton.cdiv(s.K, s.C)))
-        query_grad[(PARTS, s.H * s.C, triton.cdiv(s.stop - first, 64))](
-            s.SRC, s.DL, s.DU, first, last + 1 - first, s.stop, s.N, *shape, s.NP, SITES=64, TB=64 if W <= 128 else 32, W=W, C=s.C,
-            num_warps=4)
+        query_grad[(PARTS, s.H * s.C, triton.cdiv(s.stop - first // 16 * 16, 64))](
+            s.SRC, s.DL, s.DU, first, last + 1 - first, s.stop, s.N, *shape, s.NP, SITES=64,
+            TB=64 if W <= 128 else 32, W=W, C=s.C, num_warps=4)
         s.DX = None
         del s.O[first]
     return dx
@@ -682,7 +712,8 @@ class DepthRouter:
             source = source.to(torch.get_autocast_dtype(kind))
         if self.tape is None:
             if source.size(-1) != self.queries.size(1):
-                raise RuntimeError(f"depth routing: a source of width {source.size(-1)}, queries of {self.queries.size(1)}")
+                raise RuntimeError(f"depth routing: a source of width {source.size(-1)}, queries of width "
+                                   f"{self.queries.size(1)}")
             self.tape, self.chain = Tape(self.queries, self.H, self.eps, source, self.S), source.new_empty(0)
         s = self.tape
         if s.last is not None:
@@ -758,30 +789,33 @@ def check_case(router, N, H, K, T, scale, dtype, device):
     return errors(got) if same else [float("inf")] * 3, allowed
 
 
+# (N, H, K, tokens, scale of the queries)
+CASES = {
+    "all": [(N, *shape, scale) for N in (1, 2, 3, 9, 31, 32, 33, 49, 73) for scale in (1, 30)
+            for shape in ((1, 48, 7), (2, 160, 33), (4, 24, 129), (8, 128, 65))]
+           + [(19, 16, 64, 17, 1), (19, 1, 1024, 17, 1), (19, 1, 1280, 17, 1)],
+    "quick": [(33, 8, 128, 65, 30), (19, 2, 160, 33, 1)],
+    "interpreter": [(1, 2, 16, 3, 1), (2, 1, 24, 2, 30), (9, 8, 20, 1, 1), (18, 2, 40, 3, 30), (10, 1, 400, 1, 1),
+                    (11, 2, 160, 1, 30)],
+    "interpreter, 16 bits": [(2, 1, 24, 2, 30), (18, 2, 24, 5, 1)],
+}
+
+
 def check(cases="all"):
-    """Both routers against fp64: True if every case passes. Without a GPU: in the interpreter, tiny and fp32 only."""
-    gpu = torch.cuda.is_available()
+    """Both routers against fp64: True if every case passes. Without a GPU: in the interpreter, tiny shapes."""
+    gpu, good = torch.cuda.is_available(), True
     torch.backends.cuda.matmul.allow_tf32 = False
-    if gpu and cases == "all":
-        cases = [(N, *shape, scale) for N in (1, 2, 3, 9, 31, 32, 33, 49, 73) for scale in (1, 30)
-                 for shape in ((1, 48, 7), (2, 160, 33), (4, 24, 129), (8, 128, 65))]
-        cases += [(19, 16, 64, 17, 1), (19, 1, 1024, 17, 1), (19, 1, 1280, 17, 1)]
-    elif gpu:
-        cases = [(33, 8, 128, 65, 30), (19, 2, 160, 33, 1)]
-    else:       # (N, H, K, tokens, scale of the queries)
-        cases = [(1, 2, 16, 3, 1), (2, 1, 24, 2, 30), (9, 8, 20, 1, 1), (18, 2, 40, 3, 30), (10, 1, 400, 1, 1),
-                 (11, 2, 160, 1, 30)]
-    good = True
     for router in (SimpleRouter, DepthRouter):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16) if gpu else (torch.float32,):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16) if gpu else (torch.float32, torch.float16):
+            some = CASES[cases if gpu else "interpreter" if dtype == torch.float32 else "interpreter, 16 bits"]
             worst = 0.
-            for case in cases:
+            for case in some:
                 error, allowed = check_case(router, *case, dtype, "cuda" if gpu else "cpu")
                 worst = max(worst, *(e / a for e, a in zip(error, allowed)))
                 if not all(e <= a for e, a in zip(error, allowed)):     # so written that NaN fails
                     good = False
                     print(f"FAIL {router.__name__} {case} {dtype}: errors {error}, allowed {allowed}")
-            print(f"{router.__name__:12} {str(dtype):14} {len(cases)} cases, two runs bit-identical, worst error "
+            print(f"{router.__name__:12} {str(dtype):14} {len(some)} cases, two runs bit-identical, worst error "
                   f"{worst:.2f} of what is allowed", flush=True)
     return good
 
@@ -812,13 +846,19 @@ def rows_moved(arm, N, backward):
     """Rows, D numbers of 2 bytes a token, that the arm's scheme must read and write."""
     triangle = N * (N + 1) // 2
     if arm == "fused_simple":       # backward: sources, fp32 gradients read and written; dh, read, fp32 query gradient
-        return triangle + N + (5 * triangle + 6 * N if backward else 0)
-    groups = [(first, min(S, N - first)) for first in range(0, N, S)]       # (first site or source, how many)
-    inside = sum(size * (size - 1) // 2 for _, size in groups)
-    older, later = sum(first for first, _ in groups), sum(N - first - size for first, size in groups)
-    first_group, last_group = groups[0][1], groups[-1][1]
-    forward = older + inside + 2 * N + 2 * (N - first_group)        # new source, read; partial reads written and read
-    return forward + (later + inside + 5 * N + 3 * (N - last_group) if backward else 0)
+        return triangle + 2 * N + (5 * triangle + 6 * N if backward else 0)
+    rows, first = 0, 0
+    while first < N:
+        last = min((first + 1) // S * S + S - 1, N) - 1
+        size = last + 1 - first
+        inside = (size - 1) * (size - 2) // 2                           # rows of the group's own, read one by one
+        rows += 1 + (first + 1 + size) + (3 * (size - 1) + inside)      # source_norm, group_fwd, route_fwd
+        if backward and last < N - 1:                                   # site_dot, group_bwd, route_bwd
+            rows += 2 + (N - last + 2 * size) + (3 + 5 * (size - 1) + inside)
+        elif backward:                                                  # DX = 0, route_bwd
+            rows += size + (5 * size + size * (size - 1) // 2)
+        first = last + 1
+    return rows + (N if backward else 0)                                # query_grad
 
 
 def milliseconds(run):
@@ -856,8 +896,8 @@ def copy_speed():
 
 def bench_routing(preset, arms, copy, rounds):
     """
-    Routing alone: forward, and forward + backward, of all sites of one model. -> records. (The eager arms recompute each
-    read in backward, as the model does, for lack of memory: one more forward.)
+    Routing alone: forward, and forward + backward, of all sites of one model. -> records. (The eager arms recompute
+    each read in backward, as the model does, for lack of memory: one more forward.)
     """
     N, D, H, tokens = SHAPES[preset]
     sources = [torch.randn(1, tokens, D, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(N)]
@@ -888,13 +928,14 @@ def bench_routing(preset, arms, copy, rounds):
 
 
 def bench_step(preset, arms, rounds):
-    """The whole training step, bf16 and compiled, of the model with H = KV, beside the plain one. -> records"""
-    def prepare(arm):
+    """The whole training step, bf16 and compiled, of the model with H = KV (fused also with 1), beside the plain one.
+    -> records"""
+    def prepare(arm, H):
         torch.manual_seed(0)
-        config = PRESETS[preset] if arm != "plain" else replace(PRESETS[preset], H=0)
+        config = replace(PRESETS[preset], H=H)
         model = Transformer(config).cuda()
         if arm != "plain":
-            model.new_router = lambda x: new_router(arm, model.queries * model.gains, config.H)
+            model.new_router = lambda x: new_router(arm, model.queries * model.gains, H)
         model.compile_parts()
         optimizer = torch.optim.AdamW(model.parameter_groups(0.1), lr=1e-4, fused=True)
         tokens = torch.randint(config.vocab_size, (SEQUENCES[preset], config.block_size + 1), device="cuda")
@@ -908,16 +949,17 @@ def bench_step(preset, arms, rounds):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-            peak[arm] = (torch.cuda.max_memory_allocated() - before) / 2**30
+            peak[arm, H] = (torch.cuda.max_memory_allocated() - before) / 2**30
         own = 12 * sum(p.numel() for p in model.parameters())       # its weights and moments, other arms' not counted
         return step
     peak, count = {}, SEQUENCES[preset] * PRESETS[preset].block_size
-    times = medians({arm: prepare(arm) for arm in arms}, rounds)
-    return [{"level": "step", "preset": preset, "arm": arm, "H": 0 if arm == "plain" else PRESETS[preset].H,
-             "tokens": count, "ms": ms, "gib": peak.get(arm),
-             **({} if isinstance(ms, str) else {"tokens_per_s": count / ms * 1e3,
-                "to_plain": times["plain"] / ms if isinstance(times.get("plain"), float) else None})}
-            for arm, ms in times.items()]
+    runs = [(arm, 0 if arm == "plain" else PRESETS[preset].H) for arm in arms] + [("fused", 1)] * ("fused" in arms)
+    times = medians({run: prepare(*run) for run in runs}, rounds)
+    plain = times.get(("plain", 0))
+    return [{"level": "step", "preset": preset, "arm": arm, "H": H, "tokens": count, "ms": ms,
+             "gib": peak.get((arm, H)), **({} if isinstance(ms, str) else {"tokens_per_s": count / ms * 1e3,
+                "to_plain": plain / ms if isinstance(plain, float) else None})}
+            for (arm, H), ms in times.items()]
 
 
 def as_row(record):
@@ -952,7 +994,8 @@ def main():
         return
     copy = copy_speed()
     driver = shutil.which("nvidia-smi") and subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True).stdout.strip()
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True, text=True).stdout.strip()
     machine = {"gpu": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__,
                "triton": triton.__version__, "copy_gb_per_s": copy}
     print(machine)
