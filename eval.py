@@ -14,6 +14,7 @@ window: most of what makes a window hard is common to both and cancels in the di
 import argparse
 import gzip
 import hashlib
+import itertools
 import json
 import lzma
 import math
@@ -494,24 +495,20 @@ def digest(arguments):
 
 
 def run_harness(scorer, tasks, fewshot=None, limit=None, max_new_tokens=256):
-    """Tasks of lm-eval, names or its configurations -> {name: rows of results}; a group's tasks are one."""
+    """Tasks of lm-eval, names or configurations -> {name: rows of results}; the tasks of a group become one."""
     try:
-        import lm_eval
+        from lm_eval import simple_evaluate
         from lm_eval.api.model import LM
         from lm_eval.models.utils import normalize_gen_kwargs
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
     except ImportError as error:
-        raise EvalError(f"--tasks needs the LM Evaluation Harness, pip install lm-eval ({error}); "
-                        f"--task-file does without") from error
-    manager = lm_eval.tasks.TaskManager()
-    unknown = [task for task in tasks if isinstance(task, str) and task not in manager.all_tasks]
+        raise EvalError(f"--tasks needs the LM Evaluation Harness: pip install lm-eval ({error}). --task-file needs "
+                        f"only files") from error
+    known = TaskManager().all_tasks
+    unknown = [name for name in tasks if isinstance(name, str) and name not in known]
     if unknown:
-        raise EvalError(f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists those it has")
-
-    def generation(prompt, settings):
-        settings = normalize_gen_kwargs(settings, max_new_tokens)
-        if settings['temperature'] > 0:
-            raise EvalError("a task that samples cannot be run: decoding here is greedy")
-        return prompt, settings['until'], settings['max_gen_toks']
+        raise EvalError(f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists what it has")
 
     class Adapter(LM):
         def loglikelihood(self, requests):
@@ -521,29 +518,35 @@ def run_harness(scorer, tasks, fewshot=None, limit=None, max_new_tokens=256):
             return scorer.rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests):
-            return scorer.generate([generation(*request.args) for request in requests])
+            settings = [normalize_gen_kwargs(request.args[1], max_new_tokens) for request in requests]
+            if any(setting['temperature'] > 0 for setting in settings):
+                raise EvalError("a task that samples its answers cannot be run: decoding here is greedy")
+            return scorer.generate([(request.args[0], setting['until'], setting['max_gen_toks'])
+                                    for request, setting in zip(requests, settings)])
 
-    results = lm_eval.simple_evaluate(Adapter(), tasks=tasks, task_manager=manager, num_fewshot=fewshot, limit=limit,
-                                      bootstrap_iters=0)
-    print(lm_eval.utils.make_table(results))
+    results = simple_evaluate(Adapter(), tasks=tasks, num_fewshot=fewshot, limit=limit, bootstrap_iters=0)
+    print(make_table(results))
 
     def leaves(name):
         parts = results['group_subtasks'].get(name)
         return [leaf for part in parts for leaf in leaves(part)] if parts else [name]
-    group = {leaf: name for name in tasks if isinstance(name, str) for leaf in leaves(name)}
+    group_of = {leaf: name for name in tasks if isinstance(name, str) for leaf in leaves(name)}
     found = {}
     for task, samples in results['samples'].items():
         rows = {}
-        for s in samples:       # one an item and filter
-            row = rows.setdefault(s['doc_id'], {'item': f"{task}/{s['doc_id']}", 'hash': digest(s['arguments']), 'scores': {}})
-            for metric in s['metrics']:     # those of other forms, such as F1's pairs, are only in lm-eval's table
+        for sample in samples:      # one an item and filter
+            row = rows.setdefault(sample['doc_id'], {'item': f"{task}/{sample['doc_id']}",
+                                                     'hash': digest(sample['arguments']), 'scores': {}})
+            suffix = '' if sample['filter'] == 'none' else f",{sample['filter']}"
+            for metric in sample['metrics']:
+                value = sample[metric]
                 if metric == 'perplexity':
-                    row['scores']['nats'] = -s[metric]
+                    row['scores']['nats'] = -value
                 elif metric == 'word_perplexity':
-                    row['scores']['nats'], row['words'] = -s[metric][0], s[metric][1]
-                elif isinstance(s[metric], (int, float)):
-                    row['scores'][metric if s['filter'] == 'none' else f"{metric},{s['filter']}"] = float(s[metric])
-        found.setdefault(group.get(task, task), []).extend(rows.values())
+                    row['scores']['nats'], row['words'] = -value[0], value[1]
+                elif isinstance(value, (int, float)):       # others, as F1's pairs, are in lm-eval's table only
+                    row['scores'][metric + suffix] = value
+        found.setdefault(group_of.get(task, task), []).extend(rows.values())
     return found
 
 
@@ -581,7 +584,8 @@ def parse_row(row):
         context, _, word = row['text'].rpartition(' ')
         return 'last word', [(context, ' ' + word)], None
     if 'answer' in row:
-        return 'number', [(row['context'] if 'context' in row else f"Question: {row['question']}\nAnswer:",)], row['answer']
+        prompt = row['context'] if 'context' in row else f"Question: {row['question']}\nAnswer:"
+        return 'number', [(prompt,)], row['answer']
     if 'endings' in row:
         ctx = f"{row['ctx_a']} {row['ctx_b'].capitalize()}" if 'ctx_a' in row else row['ctx']
         context = clean_hellaswag(f"{row['activity_label']}: {ctx}")
@@ -597,24 +601,19 @@ def parse_row(row):
 def read_task(path, limit=None):
     """A task file, .jsonl or WikiText's raw text, maybe with .xz or .gz after it -> (kind, [(arguments, answer)])."""
     path, items = Path(path), []
-    opened = {'.gz': gzip.open, '.xz': lzma.open}.get(path.suffix, open)
-    number = 0
     try:
-        with opened(path, 'rt', encoding='utf-8') as file:
+        with {'.gz': gzip.open, '.xz': lzma.open}.get(path.suffix, open)(path, 'rt', encoding='utf-8') as file:
             if '.jsonl' in path.suffixes:
                 rows = map(json.loads, file)
             else:       # a page begins at a heading of the first level
-                rows = ({'page': page} for page in re.split(r'^(?= = [^=].* = $)', file.read(), flags=re.M) if page.strip())
-            for number, row in enumerate(rows, 1):
-                if number > (limit or math.inf):
-                    break
-                items.append(parse_row(row))
-    except (ValueError, KeyError, TypeError, AttributeError, EOFError, gzip.BadGzipFile, lzma.LZMAError) as error:
-        raise EvalError(f"{path} is no task file, after item {number}: {error!r}; see parse_row in eval.py") from error
-    kinds = {kind for kind, _, _ in items}
-    if len(kinds) != 1:
-        raise EvalError(f"{path} has items of {len(kinds)} kinds ({', '.join(sorted(kinds))}): must be of one")
-    return kinds.pop(), [item[1:] for item in items]
+                pages = re.split(r'^(?= = [^=].* = $)', file.read(), flags=re.MULTILINE)
+                rows = ({'page': page} for page in pages if page.strip())
+            items = [parse_row(row) for row in itertools.islice(rows, limit)]
+    except (ValueError, LookupError, TypeError, AttributeError, EOFError, lzma.LZMAError) as error:
+        raise EvalError(f"{path} cannot be read as a task ({error!r}); parse_row in eval.py says what is one") from error
+    if len({kind for kind, _, _ in items}) != 1:
+        raise EvalError(f"{path} must hold items, and of one kind, but has {sorted({kind for kind, _, _ in items})}")
+    return items[0][0], [item[1:] for item in items]
 
 
 def bare_number(text):
@@ -656,10 +655,23 @@ def run_file(scorer, path, limit=None, max_new_tokens=256):
             for n, (arguments, answer) in enumerate(items)]
 
 
-def values_of(rows, metric):
-    """-> (n,): one value an item. Nats are per word: divided by the mean number of words, so that long items weigh more."""
-    values = np.array([row['scores'][metric] for row in rows], dtype=float)
-    return values / np.mean([row.get('words', 1) for row in rows]) if metric == 'nats' else values
+def estimate(values, words):
+    """Values and words (n,) -> the mean value a word and its standard error (n = 1: nan). words = 1 is a plain mean."""
+    mean = values.sum() / words.sum()
+    return mean, standard_error(torch.from_numpy(values - mean * words)) / words.mean()
+
+
+def describe(metric, values, words):
+    mean, error = estimate(values, words)
+    if metric == 'nats':
+        return f"{mean:.4f} +- {error:.4f} nats a word (perplexity {np.exp(mean):,.2f})"
+    return f"{metric} {mean:.2%} +- {error:.2%}" if set(values) <= {0, 1} else f"{metric} {mean:.4f} +- {error:.4f}"
+
+
+def columns(rows, metric):
+    """Rows of results -> values and words, both (n,)."""
+    words = [row.get('words', 1) if metric == 'nats' else 1 for row in rows]
+    return np.array([row['scores'][metric] for row in rows], dtype=float), np.array(words, dtype=float)
 
 
 def tasks(args, device):
@@ -678,15 +690,8 @@ def tasks(args, device):
         header = {'task': name, 'step': checkpoint['step'], 'items': len(rows)}
         whole.write_text('\n'.join(map(json.dumps, [header, *rows])) + '\n')
         os.replace(whole, folder / f'{name}.jsonl')
-        print(f"{name}, {len(rows):,} items: " + ', '.join(describe(metric, values_of(rows, metric))
-                                                         for metric in rows[0]['scores']))
-
-
-def describe(metric, values):
-    mean, error = values.mean(), standard_error(torch.from_numpy(values))
-    if metric == 'nats':
-        return f"{mean:.4f} +- {error:.4f} nats a word, perplexity {np.exp(mean):.2f}"
-    return f"{metric} {mean:.2%} +- {error:.2%}" if set(values) <= {0, 1} else f"{metric} {mean:.4f} +- {error:.4f}"
+        print(f"{name}, {len(rows):,} items: " + ', '.join(describe(metric, *columns(rows, metric))
+                                                           for metric in rows[0]['scores']))
 
 
 def mcnemar(gained, lost):
@@ -698,102 +703,105 @@ def mcnemar(gained, lost):
     return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / 2 ** n)
 
 
-def read_results(run, name, step):
-    path = Path(run, 'tasks', f'{name}.jsonl')
-    header, *rows = map(json.loads, path.read_text().splitlines())
-    if header['step'] != step or header['items'] != len(rows):
-        raise EvalError(f"{path} is of step {header['step']}, {run}/ckpt.pt of step {step}: run `eval.py tasks` again")
+def read_results(path, step):
+    """RUN/tasks/NAME.jsonl -> its rows. EvalError unless it is whole, and of the run's checkpoint."""
+    try:
+        header, *rows = map(json.loads, path.read_text().splitlines())
+        of_step, whole = header['step'], header['items'] == len(rows)
+    except (ValueError, LookupError, TypeError) as error:
+        raise EvalError(f"{path} is damaged ({error!r}): run eval.py tasks again") from error
+    if of_step != step or not whole:
+        raise EvalError(f"{path} is of step {of_step} and the checkpoint of step {step}, or it is not whole: "
+                        f"run eval.py tasks again")
     return rows
 
 
 def compare_tasks(runs, steps):
-    """Prints what each other run gains or loses against the first on every task that both have results of."""
+    """What each other run gains and loses against the first, on the items of every task that both have results of."""
     for path in sorted(Path(runs[0], 'tasks').glob('*.jsonl')):
-        first = read_results(runs[0], path.stem, steps[0])
+        first = read_results(path, steps[0])
         for run, step in zip(runs[1:], steps[1:]):
-            if not Path(run, 'tasks', path.name).exists():
+            other = Path(run, 'tasks', path.name)
+            if not other.exists():
                 continue
-            rows = read_results(run, path.stem, step)
+            rows = read_results(other, step)
             if [row['hash'] for row in rows] != [row['hash'] for row in first]:
-                raise EvalError(f"{path} and {run}/tasks/{path.name} cannot be paired: their items differ")
+                raise EvalError(f"{path} and {other} cannot be paired: they have other items")
             for metric in first[0]['scores']:
-                a, b = values_of(first, metric), values_of(rows, metric)
-                line = f"{path.stem}: {describe(metric, a)} -> {run}: {describe(metric, b)}"
+                (a, words), (b, _) = columns(first, metric), columns(rows, metric)
+                print(f"{path.stem}: {runs[0]} {describe(metric, a, words)}, {run} {describe(metric, b, words)}")
                 if set(a) | set(b) <= {0, 1}:
                     gained, lost = int((b > a).sum()), int((a > b).sum())
-                    print(f"{line}; {gained} gained, {lost} lost, exact McNemar p = {mcnemar(gained, lost):.3g}")
+                    print(f"    {gained} items gained, {lost} lost: exact McNemar p = {mcnemar(gained, lost):.2g}")
                 else:
-                    print(f"{line}; paired {(b - a).mean():+.4f} +- {standard_error(torch.from_numpy(b - a)):.4f}")
+                    print("    paired difference {:+.4f} +- {:.4f}".format(*estimate(b - a, words)))
 
 
 # Compute-equivalent gain.
 
+ALPHAS = np.geomspace(0.001, 3, 3000)
+
+
 def fit_curve(flops, losses):
-    """Least squares of losses = A * flops^-alpha + E with A, E >= 0, both (P,) -> (A, alpha, E): alpha from a grid."""
-    alpha = np.geomspace(0.001, 3, 3000)
-    x = flops ** -alpha[:, None]                                    # (grid, P)
+    """Least squares of losses = A * flops^-alpha + E with A, E >= 0, both (P,) -> (A, alpha, E), alpha from ALPHAS."""
+    x = flops ** -ALPHAS[:, None]                                   # (grid, P)
     dx, dy = x - x.mean(1, keepdims=True), losses - losses.mean()
     A = ((dx * dy).sum(1) / (dx * dx).sum(1)).clip(0)
     E = losses.mean() - A * x.mean(1)
-    A = np.where(E < 0, (x * losses).sum(1) / (x * x).sum(1), A)    # the best A for E = 0
+    A = np.where(E < 0, (x * losses).sum(1) / (x * x).sum(1), A)    # the best one for E = 0
     E = E.clip(0)
-    best = ((A[:, None] * x + E[:, None] - losses) ** 2).sum(1).argmin()
-    return A[best], alpha[best], E[best]
-
-
-def compute_gain(curve, flops, loss):
-    """By what factor the compute of the curve's model must grow beyond flops to reach loss; inf if it never does."""
-    A, alpha, E = curve
-    return math.inf if loss <= E else (A / (loss - E)) ** (1 / alpha) / flops
+    best = np.square(A[:, None] * x + E[:, None] - losses).sum(1).argmin()
+    return A[best], ALPHAS[best], E[best]
 
 
 def gains(flops, losses, plain, alpha=None):
     """
-    Per run, training flops, losses (P,) and is it plain? -> (alpha, gain of each routed run) from the curve of the plain
-    runs. If alpha is given, the curve is A * flops^-alpha through the plain run of the nearest compute instead.
+    By what factor the plain model's compute would have to grow to reach each routed run's loss; inf: it never does.
+
+    Training FLOPs, losses, and whether plain, each (P,) -> (alpha, gains (routed,)). The plain model's curve is fitted to
+    its runs. A given alpha goes with E = 0 and the plain run of the nearest compute, which the curve passes through.
     """
-    curve, found = None if alpha else fit_curve(flops[plain], losses[plain]), []
-    for C, loss in zip(flops[~plain], losses[~plain]):
-        if alpha:
-            nearest = np.abs(np.log(flops[plain] / C)).argmin()
-            curve = losses[plain][nearest] * flops[plain][nearest] ** alpha, alpha, 0.0
-        found.append(compute_gain(curve, C, loss))
-    return curve[1], found
+    C, goal = flops[~plain], losses[~plain]
+    if alpha:
+        near = np.abs(np.log(flops[plain] / C[:, None])).argmin(1)
+        return alpha, (losses[plain][near] / goal) ** (1 / alpha) * flops[plain][near] / C
+    A, alpha, E = fit_curve(flops[plain], losses[plain])
+    with np.errstate(divide='ignore'):
+        return alpha, ((goal - E).clip(0) / A) ** (-1 / alpha) / C
 
 
 def ceg(args, device):
-    """The paper's compute-equivalent gain."""
     flops, losses, plain, settings = [], [], [], set()
     for run in args.runs:
         model, checkpoint, windows, indices, nats = run_losses(run, args, device)
-        flops.append(model.flops_per_token() * checkpoint['tokens'])
+        flops.append(float(model.flops_per_token() * checkpoint['tokens']))
         losses.append(nats.double().numpy())
         plain.append(model.config.H == 0)
         settings.add((checkpoint['tokenizer'], folder_of(checkpoint, args)))
-    flops, plain = np.array(flops, dtype=float), np.array(plain)
+    flops, plain, computes = np.array(flops), np.array(plain), {C for C, H0 in zip(flops, plain) if H0}
     if len(settings) > 1:
-        raise EvalError(f"these runs have losses on different data or tokens: {sorted(settings)}")
+        raise EvalError(f"the losses of these runs are on different tokens or data: {sorted(settings)}")
     if plain.all() or not plain.any():
-        raise EvalError("ceg compares routed runs (H > 0) with plain ones (H = 0): name some of both")
-    if not args.alpha and len(set(flops[plain])) < 3:
-        raise EvalError(f"the curve A * C^-alpha + E has three unknowns: it needs plain (H = 0) runs of three or more "
-                        f"different computes, not {len(set(flops[plain]))}; or assume one with --alpha=0.06 (E = 0)")
-    unit = np.exp(np.log(flops).mean())         # exaflops would overflow
-    alpha, found = gains(flops / unit, np.array([nats.mean() for nats in losses]), plain, args.alpha)
+        raise EvalError("ceg measures routed runs (H > 0) against plain ones (H = 0): name some of both")
+    if not args.alpha and len(computes) < 3:
+        raise EvalError(f"the plain runs have {len(computes)} different computes: a curve A * C^-alpha + E needs three or "
+                        f"more plain (H = 0) runs, of other sizes or tokens. --alpha=0.06 would assume one, with E = 0")
+    scaled = flops / np.exp(np.log(flops).mean())       # FLOPs as such would overflow
+    alpha, found = gains(scaled, np.array([nats.mean() for nats in losses]), plain, args.alpha)
+    if alpha in (ALPHAS[0], ALPHAS[-1]):
+        raise EvalError("the losses of the plain runs do not determine a curve A * C^-alpha + E; --alpha can assume one")
     rng, resampled = np.random.default_rng(0), []
-    for _ in range(1000):       # runs with equally many windows keep them paired
-        picks = {n: rng.integers(n, size=n) for n in {len(nats): 0 for nats in losses}}
+    for _ in range(1000):       # the same windows for all runs that have equally many: paired
+        picks = {n: rng.integers(n, size=n) for n in sorted({len(nats) for nats in losses})}
         means = np.array([nats[picks[len(nats)]].mean() for nats in losses])
-        resampled.append(gains(flops / unit, means, plain, args.alpha))
-    low, high = np.quantile([(a, *g) for a, g in resampled], (0.025, 0.975), axis=0, method='nearest')
-    if args.alpha:
-        print(f"alpha = {alpha} was assumed, and E = 0: the plain runs were not fitted")
-    else:
-        print(f"{plain.sum()} plain runs: loss = A * C^-alpha + E with alpha = {alpha:.3f} [{low[0]:.3f}, {high[0]:.3f}]")
+        resampled.append(np.append(*gains(scaled, means, plain, args.alpha)))
+    low, high = np.quantile(resampled, (0.025, 0.975), axis=0, method='nearest')
+    how = 'assumed, with E = 0' if args.alpha else f'fitted to {plain.sum()} plain runs [{low[0]:.3f}, {high[0]:.3f}]'
+    print(f"loss = A * C^-alpha + E, alpha = {alpha:.3f} {how}")
     for i, n in enumerate(np.flatnonzero(~plain)):
         print(f"{args.runs[n]}: C = {flops[n]:.3g} FLOPs, loss {losses[n].mean():.4f}, compute-equivalent gain "
               f"{found[i]:.2f}x [{low[i + 1]:.2f}, {high[i + 1]:.2f}]")
-    print("Brackets: 95 % of 1,000 resamplings of the validation windows; other seeds are not in them.")
+    print("[95 % of 1,000 resamplings of the validation windows; what other seeds would do is not in them]")
 
 
 def make_printable():
@@ -847,7 +855,7 @@ def main(argv=None):
     sub.add_argument('--task-file', type=task_file, action='append', default=[], metavar='NAME=PATH',
                      help="a task in a local file, .jsonl or text, also .xz or .gz (see parse_row); may be repeated")
     sub.add_argument('--limit', type=number(int, 1), help="only the first so many items of each task")
-    sub.add_argument('--fewshot', type=number(int, 0), help="examples before each item of --tasks (default: the task's)")
+    sub.add_argument('--fewshot', type=number(int, 0), help="examples before an item of --tasks (default: the task's)")
     sub.add_argument('--max_new_tokens', type=number(int, 1), default=256, help="of generated answers (default 256)")
     sub.add_argument('--batch_tokens', type=number(int, 1), default=16384, help="tokens a forward pass (default 16384)")
     sub = add(ceg, "compute-equivalent gain", windows=0)
