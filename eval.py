@@ -336,21 +336,21 @@ def probe(args, device):
     if H == 1:
         for key in ('kl', 'kl_null'):
             numbers[key] = statistics.mean(site[key] for half in halves for site in half[1:])   # site 0 has no choice
-        print(f"width disagreement of {args.slices} slices: KL {numbers['kl']:.4f} nats; random queries of the same norm "
-              f"{numbers['kl_null']:.4f}; learned excess {numbers['kl'] - numbers['kl_null']:+.4f}")
+        print(f"width disagreement of {args.slices} slices: KL {numbers['kl']:.4f} nats; random queries of the same "
+              f"norm {numbers['kl_null']:.4f}; learned excess {numbers['kl'] - numbers['kl_null']:+.4f}")
     else:
         deviations = [torch.cat([(site['weights'] - site['weights'].mean(1, keepdim=True)).flatten() for site in half])
                       for half in halves]
         numbers['replication'] = torch.corrcoef(torch.stack(deviations))[0, 1].item()
         numbers['deviation'] = (sum(deviations) / 2).abs().max().item()
-        print(f"heads differ from their mean by up to {numbers['deviation']:.3f}; the deviations on two disjoint halves of "
-              f"the windows correlate at {numbers['replication']:.3f}")
+        print(f"heads differ from their mean by up to {numbers['deviation']:.3f}; the deviations on two disjoint "
+              f"halves of the windows correlate at {numbers['replication']:.3f}")
     Path(args.run, 'probe.json').write_text(json.dumps(numbers) + '\n')
     draw_weights(weights, numbers['entropy'], Path(args.run, 'probe.png'))
 
 
 def draw_weights(weights, entropy, png):
-    """Maps of site x source for each head, its deviation from the heads' mean, and the entropy of the reads by depth."""
+    """Maps of site x source for each head, its deviation from the heads' mean, and the reads' entropy by depth."""
     N, H = len(weights), weights[0].size(1)
     maps = torch.full((H, N, N), math.nan, dtype=torch.float64)
     for n, w in enumerate(weights):
@@ -361,14 +361,16 @@ def draw_weights(weights, entropy, png):
         for h, rows in enumerate(maps):
             print(f"head {h}")
             for row in rows:
-                print('  ' + ''.join(' ' if math.isnan(x) else ' .:-=+*#%@'[min(9, int(10 * x))] * 2 for x in row.tolist()))
+                print('  ' + ''.join(' .:-=+*#%@'[min(9, int(10 * x ** 0.5))] * 2 for x in row.tolist() if x == x))
         return
+    from matplotlib.colors import PowerNorm
+    scale = PowerNorm(0.5, 0, 1)        # site 0 can only read with weight 1; among many sources weights are small
     rows = 2 if H > 1 else 1
     figure, grid = plt.subplots(rows, H + 1, figsize=(3.2 * (H + 1), 3 * rows), squeeze=False, layout='constrained')
     spread = maps - maps.mean(0)
     limit = max(spread.nan_to_num().abs().max().item(), 1e-9)
     for h in range(H):
-        image = grid[0][h].imshow(maps[h].numpy(), vmin=0, vmax=maps.nan_to_num().max().item(), cmap='viridis')
+        image = grid[0][h].imshow(maps[h].numpy(), norm=scale, cmap='viridis')
         grid[0][h].set(title=f'head {h}' if H > 1 else 'AttnRes', xlabel='source', ylabel='site' if h == 0 else '')
         if H > 1:
             change = grid[1][h].imshow(spread[h].numpy(), vmin=-limit, vmax=limit, cmap='RdBu_r')
@@ -433,7 +435,7 @@ class Scorer:
 
     @torch.no_grad()
     def score(self, pairs):
-        """n pairs of (context, continuation) tokens -> log-likelihoods (n,), float64, and whether greedy agrees (n,)."""
+        """n pairs of (context, continuation) tokens -> log-likelihoods (n,), float64, and does greedy agree? (n,)"""
         windows = [(item, *window) for item, pair in enumerate(pairs) for window in self.windows(*pair)]
         windows.sort(key=lambda window: -len(window[1]))
         head = self.model.wte if self.model.config.tie_embeddings else self.model.lm_head
@@ -505,8 +507,9 @@ def run_harness(scorer, tasks, fewshot=None, limit=None, max_new_tokens=256):
     except ImportError as error:
         raise EvalError(f"--tasks needs the LM Evaluation Harness: pip install lm-eval ({error}). --task-file needs "
                         f"only files") from error
-    known = TaskManager().all_tasks
-    unknown = [name for name in tasks if isinstance(name, str) and name not in known]
+    names = [task for task in tasks if isinstance(task, str)]
+    manager = TaskManager(include_defaults=bool(names))     # which takes it seconds
+    unknown = sorted(set(names) - set(manager.all_tasks))
     if unknown:
         raise EvalError(f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists what it has")
 
@@ -524,13 +527,14 @@ def run_harness(scorer, tasks, fewshot=None, limit=None, max_new_tokens=256):
             return scorer.generate([(request.args[0], setting['until'], setting['max_gen_toks'])
                                     for request, setting in zip(requests, settings)])
 
-    results = simple_evaluate(Adapter(), tasks=tasks, num_fewshot=fewshot, limit=limit, bootstrap_iters=0)
+    results = simple_evaluate(Adapter(), tasks=tasks, task_manager=manager, num_fewshot=fewshot, limit=limit,
+                              bootstrap_iters=0)
     print(make_table(results))
 
     def leaves(name):
         parts = results['group_subtasks'].get(name)
         return [leaf for part in parts for leaf in leaves(part)] if parts else [name]
-    group_of = {leaf: name for name in tasks if isinstance(name, str) for leaf in leaves(name)}
+    group_of = {leaf: name for name in names for leaf in leaves(name)}
     found = {}
     for task, samples in results['samples'].items():
         rows = {}
@@ -610,7 +614,7 @@ def read_task(path, limit=None):
                 rows = ({'page': page} for page in pages if page.strip())
             items = [parse_row(row) for row in itertools.islice(rows, limit)]
     except (ValueError, LookupError, TypeError, AttributeError, EOFError, lzma.LZMAError) as error:
-        raise EvalError(f"{path} cannot be read as a task ({error!r}); parse_row in eval.py says what is one") from error
+        raise EvalError(f"{path} cannot be read as a task ({error!r}); see parse_row in eval.py") from error
     if len({kind for kind, _, _ in items}) != 1:
         raise EvalError(f"{path} must hold items, and of one kind, but has {sorted({kind for kind, _, _ in items})}")
     return items[0][0], [item[1:] for item in items]
@@ -655,6 +659,9 @@ def run_file(scorer, path, limit=None, max_new_tokens=256):
             for n, (arguments, answer) in enumerate(items)]
 
 
+UNITS = {'nats': 'nats a word'}
+
+
 def estimate(values, words):
     """Values and words (n,) -> the mean value a word and its standard error (n = 1: nan). words = 1 is a plain mean."""
     mean = values.sum() / words.sum()
@@ -664,7 +671,7 @@ def estimate(values, words):
 def describe(metric, values, words):
     mean, error = estimate(values, words)
     if metric == 'nats':
-        return f"{mean:.4f} +- {error:.4f} nats a word (perplexity {np.exp(mean):,.2f})"
+        return f"{mean:.4f} +- {error:.4f} {UNITS[metric]} (perplexity {np.exp(mean):,.2f})"
     return f"{metric} {mean:.2%} +- {error:.2%}" if set(values) <= {0, 1} else f"{metric} {mean:.4f} +- {error:.4f}"
 
 
@@ -718,23 +725,25 @@ def read_results(path, step):
 
 def compare_tasks(runs, steps):
     """What each other run gains and loses against the first, on the items of every task that both have results of."""
-    for path in sorted(Path(runs[0], 'tasks').glob('*.jsonl')):
-        first = read_results(path, steps[0])
-        for run, step in zip(runs[1:], steps[1:]):
+    for run, step in zip(runs[1:], steps[1:]):
+        for path in sorted(Path(runs[0], 'tasks').glob('*.jsonl')):
             other = Path(run, 'tasks', path.name)
             if not other.exists():
                 continue
-            rows = read_results(other, step)
+            first, rows = read_results(path, steps[0]), read_results(other, step)
             if [row['hash'] for row in rows] != [row['hash'] for row in first]:
                 raise EvalError(f"{path} and {other} cannot be paired: they have other items")
             for metric in first[0]['scores']:
                 (a, words), (b, _) = columns(first, metric), columns(rows, metric)
-                print(f"{path.stem}: {runs[0]} {describe(metric, a, words)}, {run} {describe(metric, b, words)}")
-                if set(a) | set(b) <= {0, 1}:
+                accuracy = set(a) | set(b) <= {0, 1}
+                means = ' -> '.join(f'{mean:.2%}' if accuracy else f'{mean:.4f}'
+                                    for mean, _ in (estimate(a, words), estimate(b, words)))
+                if accuracy:
                     gained, lost = int((b > a).sum()), int((a > b).sum())
-                    print(f"    {gained} items gained, {lost} lost: exact McNemar p = {mcnemar(gained, lost):.2g}")
+                    paired = f"{gained} gained, {lost} lost, exact McNemar p = {mcnemar(gained, lost):.2g}"
                 else:
-                    print("    paired difference {:+.4f} +- {:.4f}".format(*estimate(b - a, words)))
+                    paired = "{:+.4f} +- {:.4f}".format(*estimate(b - a, words))
+                print(f"{run}  {path.stem}, {len(rows):,} items, {UNITS.get(metric, metric)}: {means}  ({paired})")
 
 
 # Compute-equivalent gain.
@@ -743,7 +752,7 @@ ALPHAS = np.geomspace(0.001, 3, 3000)
 
 
 def fit_curve(flops, losses):
-    """Least squares of losses = A * flops^-alpha + E with A, E >= 0, both (P,) -> (A, alpha, E), alpha from ALPHAS."""
+    """Least squares of losses = A * flops^-alpha + E, A and E >= 0, both (P,) -> (A, alpha, E), alpha from ALPHAS."""
     x = flops ** -ALPHAS[:, None]                                   # (grid, P)
     dx, dy = x - x.mean(1, keepdims=True), losses - losses.mean()
     A = ((dx * dy).sum(1) / (dx * dx).sum(1)).clip(0)
@@ -758,8 +767,8 @@ def gains(flops, losses, plain, alpha=None):
     """
     By what factor the plain model's compute would have to grow to reach each routed run's loss; inf: it never does.
 
-    Training FLOPs, losses, and whether plain, each (P,) -> (alpha, gains (routed,)). The plain model's curve is fitted to
-    its runs. A given alpha goes with E = 0 and the plain run of the nearest compute, which the curve passes through.
+    Training FLOPs, losses, and whether plain, each (P,) -> (alpha, gains (routed,)). The plain model's curve is fitted
+    to its runs. A given alpha goes with E = 0 and a curve through the plain run of the nearest compute.
     """
     C, goal = flops[~plain], losses[~plain]
     if alpha:
@@ -784,12 +793,12 @@ def ceg(args, device):
     if plain.all() or not plain.any():
         raise EvalError("ceg measures routed runs (H > 0) against plain ones (H = 0): name some of both")
     if not args.alpha and len(computes) < 3:
-        raise EvalError(f"the plain runs have {len(computes)} different computes: a curve A * C^-alpha + E needs three or "
-                        f"more plain (H = 0) runs, of other sizes or tokens. --alpha=0.06 would assume one, with E = 0")
+        raise EvalError(f"the plain runs have {len(computes)} different computes, and a curve A * C^-alpha + E needs "
+                        f"three or more (other sizes or tokens); --alpha=0.06 would assume one, with E = 0")
     scaled = flops / np.exp(np.log(flops).mean())       # FLOPs as such would overflow
     alpha, found = gains(scaled, np.array([nats.mean() for nats in losses]), plain, args.alpha)
     if alpha in (ALPHAS[0], ALPHAS[-1]):
-        raise EvalError("the losses of the plain runs do not determine a curve A * C^-alpha + E; --alpha can assume one")
+        raise EvalError("the plain runs' losses do not determine a curve A * C^-alpha + E; --alpha can assume one")
     rng, resampled = np.random.default_rng(0), []
     for _ in range(1000):       # the same windows for all runs that have equally many: paired
         picks = {n: rng.integers(n, size=n) for n in sorted({len(nats) for nats in losses})}
@@ -829,7 +838,8 @@ def task_file(text):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser('eval.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser('eval.py', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='command', required=True)
 
     def add(command, text, windows=None):

@@ -1185,7 +1185,8 @@ def test_long_texts_go_in_windows_that_score_each_token_once():
 
 def test_context_and_continuation_are_encoded_together():
     ranks = {bytes([b]): b for b in range(256)} | {b' w': 256, b'ab': 257}
-    tokenizer = data.tiktoken.Encoding('joins', pat_str=r'[\s\S]+', mergeable_ranks=ranks, special_tokens={data.EOT: 258})
+    tokenizer = data.tiktoken.Encoding('joins', pat_str=r'[\s\S]+', mergeable_ranks=ranks,
+                                       special_tokens={data.EOT: 258})
     encode_pair = evaluation.Scorer(text_scorer().model, tokenizer).encode_pair
     assert encode_pair('o', ' w!') == encode_pair('o ', 'w!') == ([111], [256, 33])     # the space goes with the word
     assert encode_pair('', 'ab') == encode_pair(' ', 'ab')[:1] + ([257],) == ([258], [257])
@@ -1251,23 +1252,24 @@ def harness_task(kind, path):
     return own | config
 
 
-@pytest.mark.parametrize('kind', ROWS)
-def test_lm_eval_and_a_file_of_the_same_rows_agree_item_for_item(kind, tmp_path, monkeypatch):
-    pytest.importorskip('lm_eval', reason="the LM Evaluation Harness is not installed: pip install lm-eval")
+def test_lm_eval_and_files_of_the_same_rows_agree_item_for_item(tmp_path, monkeypatch):
     monkeypatch.setenv('HF_HUB_OFFLINE', '1')
     monkeypatch.setenv('HF_HOME', str(tmp_path / 'home'))
-    path, scorer = write_rows(tmp_path / 'rows.jsonl', ROWS[kind]), text_scorer()
-    theirs = evaluation.run_harness(scorer, [harness_task(kind, path)], max_new_tokens=16)[f'local_{kind}']
-    ours = evaluation.run_file(scorer, path, max_new_tokens=16)
-    assert len(theirs) == len(ours) == len(ROWS[kind])
-    for a, b in zip(theirs, ours):
-        assert (a['hash'], a.get('words')) == (b['hash'], b.get('words'))
-        assert a['scores'] == pytest.approx(b['scores'], abs=1e-4)
+    pytest.importorskip('lm_eval', reason="the LM Evaluation Harness is not installed: pip install lm-eval")
+    scorer = text_scorer()
+    paths = {kind: write_rows(tmp_path / f'{kind}.jsonl', rows) for kind, rows in ROWS.items()}
+    theirs = evaluation.run_harness(scorer, [harness_task(*task) for task in paths.items()], max_new_tokens=16)
+    for kind, path in paths.items():
+        ours = evaluation.run_file(scorer, path, max_new_tokens=16)
+        assert len(theirs[f'local_{kind}']) == len(ours) == len(ROWS[kind])
+        for a, b in zip(theirs[f'local_{kind}'], ours):
+            assert (a['hash'], a.get('words')) == (b['hash'], b.get('words'))
+            assert a['scores'] == pytest.approx(b['scores'], abs=1e-4)
 
 
 def test_rows_of_the_real_sets_are_asked_as_the_harness_does():
-    hellaswag = {'activity_label': 'Roof', 'ctx': 'A man [substeps] sits. he', 'endings': ['runs [title] off', ' sits  up'],
-                 'label': '1'}
+    hellaswag = {'activity_label': 'Roof', 'ctx': 'A man [substeps] sits. he',
+                 'endings': ['runs [title] off', ' sits  up'], 'label': '1'}
     assert evaluation.parse_row(hellaswag) == (
         'choice', [('Roof: A man sits. he', ' runs. off'), ('Roof: A man sits. he', ' sits up')], 1)
     original = hellaswag | {'ctx_a': 'A man sits.', 'ctx_b': 'he'}
@@ -1277,7 +1279,7 @@ def test_rows_of_the_real_sets_are_asked_as_the_harness_does():
         assert evaluation.parse_row(row) == ('choice', [('Question: dresser\nAnswer:', ' a'),
                                                         ('Question: dresser\nAnswer:', ' b')], 0)
     assert evaluation.parse_row({'text': 'I do not "care"'}) == ('last word', [('I do not', ' "care"')], None)
-    assert evaluation.parse_row({'question': 'q?', 'answer': '#### 7'}) == ('number', [('Question: q?\nAnswer:',)], '#### 7')
+    assert evaluation.parse_row({'question': 'q?', 'answer': '7'}) == ('number', [('Question: q?\nAnswer:',)], '7')
 
 
 def test_grading_by_hand():
@@ -1335,8 +1337,9 @@ def test_tasks_are_saved_and_compared_in_pairs(runs, tmp_path, capsys):
     evaluation.main(['compare', *runs, '--windows=2', f'--png={tmp_path}/c.png'])
     printed = capsys.readouterr().out
     gained = sum(before)
-    assert f'{gained} items gained, {6 - gained} lost: exact McNemar p = {evaluation.mcnemar(gained, 6 - gained):.2g}' in printed
-    assert f'paired difference {(nats[1] - nats[0]).sum() / sum(words):+.4f} +- ' in printed
+    p = evaluation.mcnemar(gained, 6 - gained)
+    assert f'({gained} gained, {6 - gained} lost, exact McNemar p = {p:.2g})' in printed
+    assert f'({(nats[1] - nats[0]).sum() / sum(words):+.4f} +- ' in printed
     for damage, words in (([header | {'step': 3}, *rows], 'step 3'), ([header | {'items': 11}, *rows[1:]], 'other items'),
                           ([header, *rows[1:]], 'not whole')):
         quiz.write_text('\n'.join(map(json.dumps, damage)))
