@@ -405,7 +405,8 @@ class Scorer:
 
     def loglikelihood(self, pairs):
         """[(context, continuation)] -> [(log-likelihood of the continuation, is it what greedy decoding would say?)]"""
-        return list(zip(*map(torch.Tensor.tolist, self.score([self.encode_pair(*pair) for pair in pairs]))))
+        nats, greedy = self.score([self.encode_pair(*pair) for pair in pairs])
+        return list(zip(nats.tolist(), greedy.tolist()))
 
     def rolling(self, texts):
         """[text] -> [log-likelihood of the whole text after an end-of-text token]"""
@@ -491,7 +492,7 @@ class Scorer:
 
 
 def digest(arguments):
-    """Tells items apart: of all texts that the model is asked about for one."""
+    """What tells items apart: a hash of the texts that the model is asked about."""
     texts = [[text for text in argument if isinstance(text, str)] for argument in arguments]
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
@@ -676,29 +677,31 @@ def describe(metric, values, words):
 
 
 def columns(rows, metric):
-    """Rows of results -> values and words, both (n,)."""
+    """Rows of results -> a metric's values and how many words each stands for, both (n,)."""
     words = [row.get('words', 1) if metric == 'nats' else 1 for row in rows]
     return np.array([row['scores'][metric] for row in rows], dtype=float), np.array(words, dtype=float)
 
 
 def tasks(args, device):
+    if not args.tasks and not args.task_file:
+        raise EvalError("which tasks? --tasks=hellaswag,... or --task-file hellaswag=PATH")
     model, checkpoint = load_run(args.run, device)
     tokenizer = data.get_tokenizer(checkpoint['tokenizer'], folder_of(checkpoint, args))
     scorer = Scorer(model, tokenizer, checkpoint['flags']['dtype'], args.batch_tokens)
-    if not args.tasks and not args.task_file:
-        raise EvalError("which tasks? --tasks=hellaswag,... or --task-file hellaswag=PATH")
-    found = {name: run_file(scorer, path, args.limit, args.max_new_tokens) for name, path in args.task_file}
-    if args.tasks:
-        found |= run_harness(scorer, args.tasks, args.fewshot, args.limit, args.max_new_tokens)
-    folder = Path(args.run, 'tasks')
-    folder.mkdir(exist_ok=True)
-    for name, rows in found.items():
-        whole = folder / f'{name}.tmp'
+
+    def save(name, rows):
+        whole = Path(args.run, 'tasks', f'{name}.tmp')
+        whole.parent.mkdir(exist_ok=True)
         header = {'task': name, 'step': checkpoint['step'], 'items': len(rows)}
         whole.write_text('\n'.join(map(json.dumps, [header, *rows])) + '\n')
-        os.replace(whole, folder / f'{name}.jsonl')
+        os.replace(whole, whole.with_suffix('.jsonl'))
         print(f"{name}, {len(rows):,} items: " + ', '.join(describe(metric, *columns(rows, metric))
-                                                           for metric in rows[0]['scores']))
+                                                           for metric in rows[0]['scores']), flush=True)
+    for name, path in args.task_file:
+        save(name, run_file(scorer, path, args.limit, args.max_new_tokens))
+    if args.tasks:
+        for name, rows in run_harness(scorer, args.tasks, args.fewshot, args.limit, args.max_new_tokens).items():
+            save(name, rows)
 
 
 def mcnemar(gained, lost):
