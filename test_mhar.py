@@ -1094,6 +1094,28 @@ def test_width_disagreement_by_hand():
     assert evaluation.disagreement(sources, 0 * query, one, slices=2, eps=0.0) == 0
 
 
+def test_the_probe_finds_planted_preferences(text_data):
+    # Every token's embedding lives in the first half of the width, the attention's output in the second, and the MLP
+    # says nothing. Each half of the query likes the source in its half: by e = exp(2a) over any other.
+    a = 0.8
+    model = Transformer(Config(257, block_size=24, n_layer=1, n_head=2, n_kv_head=1, n_embd=4, ffn_dim=4, H=1,
+                               norm_eps=1e-12))
+    for p in (model.wte.weight, model.blocks[0].attn.v.weight, model.blocks[0].attn.proj.weight,
+              model.blocks[0].mlp.down.weight):
+        torch.nn.init.zeros_(p)
+    model.wte.weight.data[:, 0] = 2                             # source 0 is (2, 0, 0, 0), of RMS 1
+    model.blocks[0].attn.v.weight.data[0, 0] = 0.5
+    model.blocks[0].attn.proj.weight.data[2, 0] = 2             # source 1 is (0, 0, 2, 0), source 2 is 0
+    model.queries.data[:] = torch.tensor([a, 0, a, 0])
+    windows, args = data.Windows(text_data, 'val', 24), SimpleNamespace(slices=2, batch=2)
+    sites = evaluation.observe_sites(model, windows, [0, 1, 2], args, torch.device('cpu'))
+    e = math.exp(2 * a)
+    for n, alone, together in ((1, [e, 1], [e, e]), (2, [e, 1, 1], [e, e, 1])):
+        alone, together = (torch.tensor(p) / sum(p) for p in (alone, together))
+        assert sites[n]['kl'] == pytest.approx((alone * (alone / together).log()).sum().item(), abs=1e-5)
+        torch.testing.assert_close(sites[n]['weights'][:, 0].float(), together)
+
+
 @pytest.mark.parametrize('H', [1, 4])
 def test_zero_queries_are_probed_as_uniform(text_data, H):
     torch.manual_seed(0)
@@ -1296,6 +1318,14 @@ def test_grading_by_hand():
     assert evaluation.detokenize(page) == ' === A ===\nThe 1,000 1\'s "quoted" (and) set: a, b.\n'
 
 
+def test_numbers_are_asked_with_gsm8ks_stops(tmp_path):
+    asked = []
+    scorer = SimpleNamespace(generate=lambda requests: asked.extend(requests) or ['#### 6'] * len(requests))
+    rows = evaluation.run_file(scorer, write_rows(tmp_path / 'a.jsonl', ROWS['number']))
+    assert asked[0] == ('Question: How many?\nAnswer:', ('Question:', '</s>', '<|im_end|>'), 256)
+    assert [row['scores']['exact_match,strict-match'] for row in rows] == [1, 0]
+
+
 def test_task_files_pack_split_and_limit(tmp_path):
     text = '\n = First = \n\n Some text . \n = = Section = = \n More . \n = Second = \n End .\n'
     for name, opened in (('a.txt', open), ('b.txt.gz', gzip.open), ('c.raw.xz', lzma.open)):
@@ -1303,7 +1333,10 @@ def test_task_files_pack_split_and_limit(tmp_path):
             f.write(text)
         kind, pages = evaluation.read_task(tmp_path / name)
         assert kind == 'page' and len(pages) == 2 and pages[1][0][0][0].startswith(' = Second')
-    assert len(evaluation.read_task(write_rows(tmp_path / 'd.jsonl', ROWS['choice']), limit=2)[1]) == 2
+    whole = evaluation.read_task(write_rows(tmp_path / 'd.jsonl', ROWS['choice']))
+    (tmp_path / 'e.jsonl.xz').write_bytes(lzma.compress((tmp_path / 'd.jsonl').read_bytes()))
+    assert evaluation.read_task(tmp_path / 'e.jsonl.xz') == whole
+    assert evaluation.read_task(tmp_path / 'd.jsonl', limit=2) == ('choice', whole[1][:2])
     for rows in ([], [{'a': 1}], [[1]], ROWS['choice'] + ROWS['page'], [ROWS['choice'][0] | {'gold': 3}]):
         with pytest.raises(evaluation.EvalError, match='bad.jsonl'):
             evaluation.read_task(write_rows(tmp_path / 'bad.jsonl', rows))
@@ -1373,6 +1406,8 @@ def test_a_planted_curve_and_gain_are_found():
     C = np.array([1.0, 3.0, 10.0, 30.0])
     A, alpha, E = evaluation.fit_curve(C, 2 * C ** -0.3 + 1.5)
     assert (A, alpha, E) == pytest.approx((2, 0.3, 1.5), rel=5e-3)
+    A, alpha, E = evaluation.fit_curve(C, 2 * C ** -0.3 - 0.2)
+    assert E == 0 < A, "no loss is below 0"
     routed = np.array([2.0, 20.0])          # as good as a plain model of 1.4 times the compute; and below its floor
     losses = np.append(2 * C ** -0.3 + 1.5, [2 * (1.4 * 2) ** -0.3 + 1.5, 1.4])
     plain = np.array([True] * 4 + [False] * 2)
