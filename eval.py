@@ -717,7 +717,7 @@ def read_results(path, step):
     """RUN/tasks/NAME.jsonl -> its rows. EvalError unless it is whole, and of the run's checkpoint."""
     try:
         header, *rows = map(json.loads, path.read_text().splitlines())
-        of_step, whole = header['step'], header['items'] == len(rows)
+        of_step, whole = header['step'], header['items'] == len(rows) > 0
     except (ValueError, LookupError, TypeError) as error:
         raise EvalError(f"{path} is damaged ({error!r}): run eval.py tasks again") from error
     if of_step != step or not whole:
@@ -736,7 +736,7 @@ def compare_tasks(runs, steps):
             first, rows = read_results(path, steps[0]), read_results(other, step)
             if [row['hash'] for row in rows] != [row['hash'] for row in first]:
                 raise EvalError(f"{path} and {other} cannot be paired: they have other items")
-            for metric in first[0]['scores']:
+            for metric in [metric for metric in first[0]['scores'] if metric in rows[0]['scores']]:
                 (a, words), (b, _) = columns(first, metric), columns(rows, metric)
                 accuracy = set(a) | set(b) <= {0, 1}
                 means = ' -> '.join(f'{mean:.2%}' if accuracy else f'{mean:.4f}'
@@ -800,7 +800,7 @@ def ceg(args, device):
                         f"three or more (other sizes or tokens); --alpha=0.06 would assume one, with E = 0")
     scaled = flops / np.exp(np.log(flops).mean())       # FLOPs as such would overflow
     alpha, found = gains(scaled, np.array([nats.mean() for nats in losses]), plain, args.alpha)
-    if alpha in (ALPHAS[0], ALPHAS[-1]):
+    if not args.alpha and alpha in (ALPHAS[0], ALPHAS[-1]):
         raise EvalError("the plain runs' losses do not determine a curve A * C^-alpha + E; --alpha can assume one")
     rng, resampled = np.random.default_rng(0), []
     for _ in range(1000):       # the same windows for all runs that have equally many: paired
