@@ -5,21 +5,31 @@ Look at trained models. RUN is what train.py wrote: a folder with ckpt.pt and lo
     python eval.py sample RUN --prompt "def main("  text, continued from the prompt
     python eval.py compare RUN RUN ...              a table, each delta to the first RUN with its paired standard error
     python eval.py probe RUN                        what the routing reads: numbers in RUN/probe.json, maps in probe.png
+    python eval.py tasks RUN --tasks hellaswag,...  downstream tasks, item by item in RUN/tasks; --task-file: from files
+    python eval.py ceg RUN RUN ...                  compute-equivalent gain: what the gain is worth in training compute
 
 Every evaluation reads the same validation windows, so that two models of one block_size can be compared window by
 window: most of what makes a window hard is common to both and cancels in the difference.
 """
 import argparse
+import gzip
+import hashlib
+import itertools
 import json
+import lzma
 import math
+import os
+import re
 import statistics
 import sys
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 
 import data
-from model import ConfigError, EagerRouter, Transformer, route_weights
+from model import ConfigError, EagerRouter, Transformer, at_least_fp32, route_weights
 
 
 class EvalError(ValueError):
@@ -106,6 +116,16 @@ def bytes_per_token(windows, indices, tokenizer):
     return sum(int(size[windows[i][1:]].sum()) for i in indices) / (len(indices) * windows.block_size)
 
 
+def decode(tokenizer, tokens):
+    text = b''
+    for token in tokens:
+        try:
+            text += tokenizer.decode_single_token_bytes(token)
+        except KeyError:        # some vocabularies have gaps, and a young model samples them too
+            text += '\ufffd'.encode()
+    return text.decode('utf-8', errors='replace')
+
+
 def sample_text(model, tokenizer, prompt, max_new_tokens, temperature=0.8, top_k=50, seed=0):
     """
     The prompt and its continuation, as text; an empty prompt starts a new document. The global random state is left
@@ -116,13 +136,7 @@ def sample_text(model, tokenizer, prompt, max_new_tokens, temperature=0.8, top_k
     with torch.random.fork_rng(devices=[device] if device.type == 'cuda' else []):
         torch.manual_seed(seed)
         out = model.generate(torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k)
-    text = b''
-    for token in out[0, 1:].tolist():
-        try:
-            text += tokenizer.decode_single_token_bytes(token)
-        except KeyError:        # some vocabularies have gaps, and a young model samples them too
-            text += '\ufffd'.encode()
-    return text.decode('utf-8', errors='replace')
+    return decode(tokenizer, out[0, 1:].tolist())
 
 
 # Commands.
@@ -192,7 +206,7 @@ def sample(args, device):
 
 
 def compare(args, device):
-    rows, first = [], None
+    rows, steps, first = [], [], None
     for run in args.runs:
         model, checkpoint, windows, indices, losses = run_losses(run, args, device)
         setting = (checkpoint['tokenizer'], windows.block_size, folder_of(checkpoint, args))
@@ -203,6 +217,7 @@ def compare(args, device):
         train = [r for r in read_log(run) if r['kind'] == 'train' and r['step'] <= checkpoint['step']]
         if not train:
             raise EvalError(f"{run}/log.jsonl has no record of the training up to the checkpoint")
+        steps.append(checkpoint['step'])
         delta = losses - first[1]
         rows.append({
             'run': run, 'H': str(model.config.H), 'params': f'{sum(model.count_parameters()) / 1e6:.2f}M',
@@ -219,6 +234,7 @@ def compare(args, device):
     print(f"{len(indices)} windows of {windows.block_size} tokens; delta to the first run, paired over windows. "
           f"Equal 'batches' = trained on the same batches.")
     plot_curves(args.runs, args.png)
+    compare_tasks(args.runs, steps)
 
 
 def plot_curves(runs, png):
@@ -320,21 +336,21 @@ def probe(args, device):
     if H == 1:
         for key in ('kl', 'kl_null'):
             numbers[key] = statistics.mean(site[key] for half in halves for site in half[1:])   # site 0 has no choice
-        print(f"width disagreement of {args.slices} slices: KL {numbers['kl']:.4f} nats; random queries of the same norm "
-              f"{numbers['kl_null']:.4f}; learned excess {numbers['kl'] - numbers['kl_null']:+.4f}")
+        print(f"width disagreement of {args.slices} slices: KL {numbers['kl']:.4f} nats; random queries of the same "
+              f"norm {numbers['kl_null']:.4f}; learned excess {numbers['kl'] - numbers['kl_null']:+.4f}")
     else:
         deviations = [torch.cat([(site['weights'] - site['weights'].mean(1, keepdim=True)).flatten() for site in half])
                       for half in halves]
         numbers['replication'] = torch.corrcoef(torch.stack(deviations))[0, 1].item()
         numbers['deviation'] = (sum(deviations) / 2).abs().max().item()
-        print(f"heads differ from their mean by up to {numbers['deviation']:.3f}; the deviations on two disjoint halves of "
-              f"the windows correlate at {numbers['replication']:.3f}")
+        print(f"heads differ from their mean by up to {numbers['deviation']:.3f}; the deviations on two disjoint "
+              f"halves of the windows correlate at {numbers['replication']:.3f}")
     Path(args.run, 'probe.json').write_text(json.dumps(numbers) + '\n')
     draw_weights(weights, numbers['entropy'], Path(args.run, 'probe.png'))
 
 
 def draw_weights(weights, entropy, png):
-    """Maps of site x source for each head, its deviation from the heads' mean, and the entropy of the reads by depth."""
+    """Maps of site x source for each head, its deviation from the heads' mean, and the reads' entropy by depth."""
     N, H = len(weights), weights[0].size(1)
     maps = torch.full((H, N, N), math.nan, dtype=torch.float64)
     for n, w in enumerate(weights):
@@ -345,14 +361,16 @@ def draw_weights(weights, entropy, png):
         for h, rows in enumerate(maps):
             print(f"head {h}")
             for row in rows:
-                print('  ' + ''.join(' ' if math.isnan(x) else ' .:-=+*#%@'[min(9, int(10 * x))] * 2 for x in row.tolist()))
+                print('  ' + ''.join(' .:-=+*#%@'[min(9, int(10 * x ** 0.5))] * 2 for x in row.tolist() if x == x))
         return
+    from matplotlib.colors import PowerNorm
+    scale = PowerNorm(0.5, 0, 1)        # site 0 can only read with weight 1; among many sources weights are small
     rows = 2 if H > 1 else 1
     figure, grid = plt.subplots(rows, H + 1, figsize=(3.2 * (H + 1), 3 * rows), squeeze=False, layout='constrained')
     spread = maps - maps.mean(0)
     limit = max(spread.nan_to_num().abs().max().item(), 1e-9)
     for h in range(H):
-        image = grid[0][h].imshow(maps[h].numpy(), vmin=0, vmax=maps.nan_to_num().max().item(), cmap='viridis')
+        image = grid[0][h].imshow(maps[h].numpy(), norm=scale, cmap='viridis')
         grid[0][h].set(title=f'head {h}' if H > 1 else 'AttnRes', xlabel='source', ylabel='site' if h == 0 else '')
         if H > 1:
             change = grid[1][h].imshow(spread[h].numpy(), vmin=-limit, vmax=limit, cmap='RdBu_r')
@@ -369,6 +387,433 @@ def draw_weights(weights, entropy, png):
     figure.savefig(png, dpi=110)
     plt.close(figure)
     print(f"maps: {png}")
+
+
+# Downstream tasks, by the rules of the LM Evaluation Harness (lm-eval 0.4), with it or without.
+
+class Scorer:
+    """
+    How likely texts are under a model, and how it continues them. Log-likelihoods are sums over tokens, in nats.
+
+    The network runs in `dtype` (train.py's flag), batch_tokens tokens at a time. The logits are those of the scored
+    tokens only, and in fp32: rounded to bf16 the two likeliest would often be equal.
+    """
+
+    def __init__(self, model, tokenizer, dtype='auto', batch_tokens=16384):
+        self.model, self.tokenizer, self.dtype, self.batch_tokens = model, tokenizer, dtype, batch_tokens
+        self.device, self.block_size = model.wte.weight.device, model.config.block_size
+
+    def loglikelihood(self, pairs):
+        """[(context, continuation)] -> [(log-likelihood of the continuation, is it what greedy decoding would say?)]"""
+        nats, greedy = self.score([self.encode_pair(*pair) for pair in pairs])
+        return list(zip(nats.tolist(), greedy.tolist()))
+
+    def rolling(self, texts):
+        """[text] -> [log-likelihood of the whole text after an end-of-text token]"""
+        encode = self.tokenizer.encode_ordinary
+        return self.score([([self.tokenizer.eot_token], encode(text)) for text in texts])[0].tolist()
+
+    def encode_pair(self, context, continuation):
+        """
+        The tokens of both, encoded together: what the context's own tokens do not cover is the continuation's, and so
+        is the white space at the context's end. An empty context is an end-of-text token.
+        """
+        start = self.tokenizer.encode_ordinary(context.rstrip())
+        tokens = self.tokenizer.encode_ordinary(context + continuation)[len(start):]
+        if not tokens:
+            raise EvalError(f"the continuation {continuation!r} has no token of its own after {context[-40:]!r}")
+        return start or [self.tokenizer.eot_token], tokens
+
+    def windows(self, context, continuation):
+        """
+        Tokens -> windows (tokens, how many at the end are scored) that score each token of the continuation once.
+        A long context loses its left end. A continuation longer than block_size takes more than one window.
+        """
+        tokens, end = context + continuation, len(context)
+        while end < len(tokens):
+            start, end = end, min(end + self.block_size, len(tokens))
+            yield tokens[max(0, end - self.block_size - 1):end], end - start
+
+    @torch.no_grad()
+    def score(self, pairs):
+        """n pairs of (context, continuation) tokens -> log-likelihoods (n,), float64, and does greedy agree? (n,)"""
+        windows = [(item, *window) for item, pair in enumerate(pairs) for window in self.windows(*pair)]
+        windows.sort(key=lambda window: -len(window[1]))
+        head = self.model.wte if self.model.config.tie_embeddings else self.model.lm_head
+        weight, items, found = at_least_fp32(head.weight), [], [torch.empty(2, 0, device=self.device)]
+        done = 0
+        while done < len(windows):
+            T = min(math.ceil((len(windows[done][1]) - 1) / 32) * 32, self.block_size)      # few shapes run fast
+            batch = windows[done:done + max(1, self.batch_tokens // T)]
+            done += len(batch)
+            idx, targets = torch.zeros(len(batch), T, dtype=torch.int64), torch.full((len(batch), T), -1)
+            for row, (item, tokens, scored) in enumerate(batch):
+                last = len(tokens) - 1
+                idx[row, :last], targets[row, last - scored:last] = map(torch.tensor, (tokens[:-1], tokens[-scored:]))
+                items += [item] * scored
+            with autocast(self.device, self.dtype):
+                x = self.model.hidden(idx.to(self.device)).flatten(0, 1)                    # (B T, D)
+            targets = targets.flatten()
+            for rows in (targets >= 0).nonzero()[:, 0].split(4096):     # chosen on the CPU: a GPU would have to stop
+                logits = F.linear(at_least_fp32(x[rows.to(self.device)]), weight)[:, :self.model.config.vocab_size]
+                target = targets[rows].to(self.device)
+                nats = logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(1)
+                found.append(torch.stack((nats, logits.argmax(1) != target)))
+        sums = torch.zeros(2, len(pairs), dtype=torch.float64)
+        sums.index_add_(1, torch.tensor(items, dtype=torch.int64), torch.cat(found, 1).double().cpu())
+        return sums[0], sums[1] == 0
+
+    def generate(self, requests):
+        """
+        [(prompt, strings to stop at, most new tokens)] -> greedy continuations, cut at the first stop or end of text.
+
+        Prompts with equally many tokens go through together, since model.generate knows no padding, and the rest one
+        by one. A long prompt loses its left end.
+        """
+        groups, texts = {}, [''] * len(requests)
+        for item, (prompt, _, new) in enumerate(requests):
+            if new >= self.block_size:
+                raise EvalError(f"a prompt and {new} new tokens do not fit block_size = {self.block_size}; "
+                                f"--max_new_tokens can ask for fewer")
+            tokens = self.tokenizer.encode_ordinary(prompt)[new - self.block_size:] or [self.tokenizer.eot_token]
+            groups.setdefault((len(tokens), new), []).append((item, tokens))
+        for (length, new), group in groups.items():
+            size = max(1, self.batch_tokens // (length + new))
+            for start in range(0, len(group), size):
+                items, tokens = zip(*group[start:start + size])
+                with autocast(self.device, self.dtype):
+                    out = self.model.generate(torch.tensor(tokens, device=self.device), new, temperature=0)
+                for item, answer in zip(items, out[:, length:].tolist()):
+                    answer = answer[:(answer + [self.tokenizer.eot_token]).index(self.tokenizer.eot_token)]
+                    texts[item] = decode(self.tokenizer, answer)
+                    for stop in filter(None, requests[item][1]):
+                        texts[item] = texts[item].split(stop)[0]
+        return texts
+
+
+def digest(arguments):
+    """What tells items apart: a hash of the texts that the model is asked about."""
+    texts = [[text for text in argument if isinstance(text, str)] for argument in arguments]
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
+
+
+def run_harness(scorer, tasks, fewshot=None, limit=None, max_new_tokens=256):
+    """Tasks of lm-eval, names or configurations -> {name: rows of results}; the tasks of a group become one."""
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.api.model import LM
+        from lm_eval.models.utils import normalize_gen_kwargs
+        from lm_eval.tasks import TaskManager
+        from lm_eval.utils import make_table
+    except ImportError as error:
+        raise EvalError(f"--tasks needs the LM Evaluation Harness: pip install lm-eval ({error}). --task-file needs "
+                        f"only files") from error
+    names = [task for task in tasks if isinstance(task, str)]
+    manager = TaskManager(include_defaults=bool(names))     # which takes it seconds
+    unknown = sorted(set(names) - set(manager.all_tasks))
+    if unknown:
+        raise EvalError(f"lm-eval has no task {', '.join(unknown)}; `lm-eval ls tasks` lists what it has")
+
+    class Adapter(LM):
+        def loglikelihood(self, requests):
+            return scorer.loglikelihood([request.args for request in requests])
+
+        def loglikelihood_rolling(self, requests):
+            return scorer.rolling([request.args[0] for request in requests])
+
+        def generate_until(self, requests):
+            settings = [normalize_gen_kwargs(request.args[1], max_new_tokens) for request in requests]
+            if any(setting['temperature'] > 0 for setting in settings):
+                raise EvalError("a task that samples its answers cannot be run: decoding here is greedy")
+            return scorer.generate([(request.args[0], setting['until'], setting['max_gen_toks'])
+                                    for request, setting in zip(requests, settings)])
+
+    results = simple_evaluate(Adapter(), tasks=tasks, task_manager=manager, num_fewshot=fewshot, limit=limit,
+                              bootstrap_iters=0)
+    print(make_table(results))
+
+    def leaves(name):
+        parts = results['group_subtasks'].get(name)
+        return [leaf for part in parts for leaf in leaves(part)] if parts else [name]
+    group_of = {leaf: name for name in names for leaf in leaves(name)}
+    found = {}
+    for task, samples in results['samples'].items():
+        rows = {}
+        for sample in samples:      # one an item and filter
+            row = rows.setdefault(sample['doc_id'], {'item': f"{task}/{sample['doc_id']}",
+                                                     'hash': digest(sample['arguments']), 'scores': {}})
+            suffix = '' if sample['filter'] == 'none' else f",{sample['filter']}"
+            for metric in sample['metrics']:
+                value = sample[metric]
+                if metric == 'perplexity':
+                    row['scores']['nats'] = -value
+                elif metric == 'word_perplexity':
+                    row['scores']['nats'], row['words'] = -value[0], value[1]
+                elif isinstance(value, (int, float)):       # others, as F1's pairs, are in lm-eval's table only
+                    row['scores'][metric + suffix] = value
+        found.setdefault(group_of.get(task, task), []).extend(rows.values())
+    return found
+
+
+def detokenize(page):
+    """A page of WikiText as it was before its punctuation was set apart, in the steps of lm-eval's wikitext."""
+    page = page.replace("s '", "s'")
+    for mark in '-,.':
+        page = page.replace(f' @{mark}@ ', mark)
+    for mark in ':;.!?,':
+        page = page.replace(f' {mark} ', f'{mark} ')
+    for a, b in ('()', '[]', '{}', '""', "''"):
+        page = re.sub(rf'\{a}\s*([^\{b}]*?)\s*\{b}', rf'{a}\1{b}', page)
+    for n in (4, 3, 2):
+        page = page.replace(' '.join('=' * n), '=' * n)
+    for old, new in ((' \u00b0 ', '\u00b0'), (' \n', '\n'), ('\n ', '\n'), (' N ', ' 1 '), (" 's", "'s")):
+        page = page.replace(old, new)
+    return page
+
+
+def clean_hellaswag(text):
+    return re.sub(r'\[.*?\]', '', text.strip().replace(' [title]', '. ')).replace('  ', ' ')
+
+
+def parse_row(row):
+    """
+    One row of a task file -> (kind, arguments, answer): what lm-eval's task of this kind asks the model, and expects.
+
+    'page': page, or text as WikiText has it.   'last word': text, as LAMBADA has it.   'number': question or context,
+    and answer, as GSM8K has them.   'choice': context, choices and gold; query, choices and gold (PIQA, ARC); or ctx,
+    activity_label, endings and label (HellaSwag). A `context` is asked as it is, so it may hold few-shot examples.
+    """
+    if 'page' in row:
+        return 'page', [(detokenize(row['page']),)], len(re.split(r'\s+', row['page']))
+    if 'text' in row:
+        context, _, word = row['text'].rpartition(' ')
+        return 'last word', [(context, ' ' + word)], None
+    if 'answer' in row:
+        prompt = row['context'] if 'context' in row else f"Question: {row['question']}\nAnswer:"
+        return 'number', [(prompt,)], row['answer']
+    if 'endings' in row:
+        ctx = f"{row['ctx_a']} {row['ctx_b'].capitalize()}" if 'ctx_a' in row else row['ctx']
+        context = clean_hellaswag(f"{row['activity_label']}: {ctx}")
+        choices, gold = [clean_hellaswag(ending) for ending in row['endings']], int(row['label'])
+    else:
+        context = row['context'] if 'context' in row else row['query'].removesuffix('\n') + '\nAnswer:'
+        choices, gold = row['choices'], int(row['gold'])
+    if not 0 <= gold < len(choices) or not all(choices):
+        raise ValueError(f"gold = {gold} must be one of {len(choices)} choices, none of them empty")
+    return 'choice', [(context, ' ' + choice) for choice in choices], gold
+
+
+def read_task(path, limit=None):
+    """A task file, .jsonl or WikiText's raw text, maybe with .xz or .gz after it -> (kind, [(arguments, answer)])."""
+    path, items = Path(path), []
+    try:
+        with {'.gz': gzip.open, '.xz': lzma.open}.get(path.suffix, open)(path, 'rt', encoding='utf-8') as file:
+            if '.jsonl' in path.suffixes:
+                rows = map(json.loads, file)
+            else:       # a page begins at a heading of the first level
+                pages = re.split(r'^(?= = [^=].* = $)', file.read(), flags=re.MULTILINE)
+                rows = ({'page': page} for page in pages if page.strip())
+            items = [parse_row(row) for row in itertools.islice(rows, limit)]
+    except (ValueError, LookupError, TypeError, AttributeError, EOFError, lzma.LZMAError) as error:
+        raise EvalError(f"{path} cannot be read as a task ({error!r}); see parse_row in eval.py") from error
+    if len({kind for kind, _, _ in items}) != 1:
+        raise EvalError(f"{path} must hold items, and of one kind, but has {sorted({kind for kind, _, _ in items})}")
+    return items[0][0], [item[1:] for item in items]
+
+
+def bare_number(text):
+    for ignored in (',', r'\$', r'(?s).*#### ', r'\.$'):
+        text = re.sub(ignored, '', text)
+    return text.lower()
+
+
+def grade(kind, arguments, found, answer):
+    """What the model said of one item (found, an entry an argument) -> the item's scores, and what they are made of."""
+    if kind == 'page':
+        return {'scores': {'nats': -found[0]}, 'words': answer}
+    if kind == 'last word':
+        return {'scores': {'acc': int(found[0][1]), 'nats': -found[0][0]}}
+    if kind == 'number':
+        strict = re.findall(r'#### (-?[0-9.,]+)', found[0])[:1]
+        flexible = [match.group() for match in re.finditer(r'-?[$0-9.,]{2,}|-?[0-9]+', found[0])][-1:]
+        return {'scores': {f'exact_match,{name}': int(bare_number((numbers or ['[invalid]'])[0]) == bare_number(answer))
+                           for name, numbers in (('strict-match', strict), ('flexible-extract', flexible))},
+                'output': found[0]}
+    nats = np.array([loglikelihood for loglikelihood, _ in found])
+    characters = np.array([len(choice) - 1 for _, choice in arguments])     # less the space before it
+    return {'scores': {'acc': int(nats.argmax() == answer), 'acc_norm': int((nats / characters).argmax() == answer)},
+            'loglikelihoods': nats.tolist()}
+
+
+def run_file(scorer, path, limit=None, max_new_tokens=256):
+    """A task file -> rows of results, as of lm-eval's task of the same kind without examples before it."""
+    kind, items = read_task(path, limit)
+    asked = [argument for arguments, _ in items for argument in arguments]
+    if kind == 'number':
+        found = scorer.generate([(prompt, ('Question:', '</s>', '<|im_end|>'), max_new_tokens) for prompt, in asked])
+    elif kind == 'page':
+        found = scorer.rolling([page for page, in asked])
+    else:
+        found = scorer.loglikelihood(asked)
+    found = iter(found)
+    return [{'item': n, 'hash': digest(arguments)} | grade(kind, arguments, [next(found) for _ in arguments], answer)
+            for n, (arguments, answer) in enumerate(items)]
+
+
+UNITS = {'nats': 'nats a word'}
+
+
+def estimate(values, words):
+    """Values and words (n,) -> the mean value a word and its standard error (n = 1: nan). words = 1 is a plain mean."""
+    mean = values.sum() / words.sum()
+    return mean, standard_error(torch.from_numpy(values - mean * words)) / words.mean()
+
+
+def describe(metric, values, words):
+    mean, error = estimate(values, words)
+    if metric == 'nats':
+        return f"{mean:.4f} +- {error:.4f} {UNITS[metric]} (perplexity {np.exp(mean):,.2f})"
+    return f"{metric} {mean:.2%} +- {error:.2%}" if set(values) <= {0, 1} else f"{metric} {mean:.4f} +- {error:.4f}"
+
+
+def columns(rows, metric):
+    """Rows of results -> a metric's values and how many words each stands for, both (n,)."""
+    words = [row.get('words', 1) if metric == 'nats' else 1 for row in rows]
+    return np.array([row['scores'][metric] for row in rows], dtype=float), np.array(words, dtype=float)
+
+
+def tasks(args, device):
+    if not args.tasks and not args.task_file:
+        raise EvalError("which tasks? --tasks=hellaswag,... or --task-file hellaswag=PATH")
+    model, checkpoint = load_run(args.run, device)
+    tokenizer = data.get_tokenizer(checkpoint['tokenizer'], folder_of(checkpoint, args))
+    scorer = Scorer(model, tokenizer, checkpoint['flags']['dtype'], args.batch_tokens)
+
+    def save(name, rows):
+        whole = Path(args.run, 'tasks', f'{name}.tmp')
+        whole.parent.mkdir(exist_ok=True)
+        header = {'task': name, 'step': checkpoint['step'], 'items': len(rows)}
+        whole.write_text('\n'.join(map(json.dumps, [header, *rows])) + '\n')
+        os.replace(whole, whole.with_suffix('.jsonl'))
+        print(f"{name}, {len(rows):,} items: " + ', '.join(describe(metric, *columns(rows, metric))
+                                                           for metric in rows[0]['scores']), flush=True)
+    for name, path in args.task_file:
+        save(name, run_file(scorer, path, args.limit, args.max_new_tokens))
+    if args.tasks:
+        for name, rows in run_harness(scorer, args.tasks, args.fewshot, args.limit, args.max_new_tokens).items():
+            save(name, rows)
+
+
+def mcnemar(gained, lost):
+    """
+    Exact two-sided p of McNemar's test: how likely coins would split the items that only one of two models gets right
+    as unevenly as gained : lost, or more so.
+    """
+    n = gained + lost
+    return min(1.0, 2 * sum(math.comb(n, k) for k in range(min(gained, lost) + 1)) / 2 ** n)
+
+
+def read_results(path, step):
+    """RUN/tasks/NAME.jsonl -> its rows. EvalError unless it is whole, and of the run's checkpoint."""
+    try:
+        header, *rows = map(json.loads, path.read_text().splitlines())
+        of_step, whole = header['step'], header['items'] == len(rows) > 0
+    except (ValueError, LookupError, TypeError) as error:
+        raise EvalError(f"{path} is damaged ({error!r}): run eval.py tasks again") from error
+    if of_step != step or not whole:
+        raise EvalError(f"{path} is of step {of_step} and the checkpoint of step {step}, or it is not whole: "
+                        f"run eval.py tasks again")
+    return rows
+
+
+def compare_tasks(runs, steps):
+    """What each other run gains and loses against the first, on the items of every task that both have results of."""
+    for run, step in zip(runs[1:], steps[1:]):
+        for path in sorted(Path(runs[0], 'tasks').glob('*.jsonl')):
+            other = Path(run, 'tasks', path.name)
+            if not other.exists():
+                continue
+            first, rows = read_results(path, steps[0]), read_results(other, step)
+            if [row['hash'] for row in rows] != [row['hash'] for row in first]:
+                raise EvalError(f"{path} and {other} cannot be paired: they have other items")
+            for metric in [metric for metric in first[0]['scores'] if metric in rows[0]['scores']]:
+                (a, words), (b, _) = columns(first, metric), columns(rows, metric)
+                accuracy = set(a) | set(b) <= {0, 1}
+                means = ' -> '.join(f'{mean:.2%}' if accuracy else f'{mean:.4f}'
+                                    for mean, _ in (estimate(a, words), estimate(b, words)))
+                if accuracy:
+                    gained, lost = int((b > a).sum()), int((a > b).sum())
+                    paired = f"{gained} gained, {lost} lost, exact McNemar p = {mcnemar(gained, lost):.2g}"
+                else:
+                    paired = "{:+.4f} +- {:.4f}".format(*estimate(b - a, words))
+                print(f"{run}  {path.stem}, {len(rows):,} items, {UNITS.get(metric, metric)}: {means}  ({paired})")
+
+
+# Compute-equivalent gain.
+
+ALPHAS = np.geomspace(0.001, 3, 3000)
+
+
+def fit_curve(flops, losses):
+    """Least squares of losses = A * flops^-alpha + E, A and E >= 0, both (P,) -> (A, alpha, E), alpha from ALPHAS."""
+    x = flops ** -ALPHAS[:, None]                                   # (grid, P)
+    dx, dy = x - x.mean(1, keepdims=True), losses - losses.mean()
+    A = ((dx * dy).sum(1) / (dx * dx).sum(1)).clip(0)
+    E = losses.mean() - A * x.mean(1)
+    A = np.where(E < 0, (x * losses).sum(1) / (x * x).sum(1), A)    # the best one for E = 0
+    E = E.clip(0)
+    best = np.square(A[:, None] * x + E[:, None] - losses).sum(1).argmin()
+    return A[best], ALPHAS[best], E[best]
+
+
+def gains(flops, losses, plain, alpha=None):
+    """
+    By what factor the plain model's compute would have to grow to reach each routed run's loss; inf: it never does.
+
+    Training FLOPs, losses, and whether plain, each (P,) -> (alpha, gains (routed,)). The plain model's curve is fitted
+    to its runs. A given alpha goes with E = 0 and a curve through the plain run of the nearest compute.
+    """
+    C, goal = flops[~plain], losses[~plain]
+    if alpha:
+        near = np.abs(np.log(flops[plain] / C[:, None])).argmin(1)
+        return alpha, (losses[plain][near] / goal) ** (1 / alpha) * flops[plain][near] / C
+    A, alpha, E = fit_curve(flops[plain], losses[plain])
+    with np.errstate(divide='ignore'):
+        return alpha, ((goal - E).clip(0) / A) ** (-1 / alpha) / C
+
+
+def ceg(args, device):
+    flops, losses, plain, settings = [], [], [], set()
+    for run in args.runs:
+        model, checkpoint, windows, indices, nats = run_losses(run, args, device)
+        flops.append(float(model.flops_per_token() * checkpoint['tokens']))
+        losses.append(nats.double().numpy())
+        plain.append(model.config.H == 0)
+        settings.add((checkpoint['tokenizer'], folder_of(checkpoint, args)))
+    flops, plain, computes = np.array(flops), np.array(plain), {C for C, H0 in zip(flops, plain) if H0}
+    if len(settings) > 1:
+        raise EvalError(f"the losses of these runs are on different tokens or data: {sorted(settings)}")
+    if plain.all() or not plain.any():
+        raise EvalError("ceg measures routed runs (H > 0) against plain ones (H = 0): name some of both")
+    if not args.alpha and len(computes) < 3:
+        raise EvalError(f"the plain runs have {len(computes)} different computes, and a curve A * C^-alpha + E needs "
+                        f"three or more (other sizes or tokens); --alpha=0.06 would assume one, with E = 0")
+    scaled = flops / np.exp(np.log(flops).mean())       # FLOPs as such would overflow
+    alpha, found = gains(scaled, np.array([nats.mean() for nats in losses]), plain, args.alpha)
+    if not args.alpha and alpha in (ALPHAS[0], ALPHAS[-1]):
+        raise EvalError("the plain runs' losses do not determine a curve A * C^-alpha + E; --alpha can assume one")
+    rng, resampled = np.random.default_rng(0), []
+    for _ in range(1000):       # the same windows for all runs that have equally many: paired
+        picks = {n: rng.integers(n, size=n) for n in sorted({len(nats) for nats in losses})}
+        means = np.array([nats[picks[len(nats)]].mean() for nats in losses])
+        resampled.append(np.append(*gains(scaled, means, plain, args.alpha)))
+    low, high = np.quantile(resampled, (0.025, 0.975), axis=0, method='nearest')
+    how = 'assumed, with E = 0' if args.alpha else f'fitted to {plain.sum()} plain runs [{low[0]:.3f}, {high[0]:.3f}]'
+    print(f"loss = A * C^-alpha + E, alpha = {alpha:.3f} {how}")
+    for i, n in enumerate(np.flatnonzero(~plain)):
+        print(f"{args.runs[n]}: C = {flops[n]:.3g} FLOPs, loss {losses[n].mean():.4f}, compute-equivalent gain "
+              f"{found[i]:.2f}x [{low[i + 1]:.2f}, {high[i + 1]:.2f}]")
+    print("[95 % of 1,000 resamplings of the validation windows; what other seeds would do is not in them]")
 
 
 def make_printable():
@@ -388,8 +833,16 @@ def number(kind, least):
     return parse
 
 
+def task_file(text):
+    name, _, path = text.partition('=')
+    if not re.fullmatch(r'[\w.-]+', name) or not path:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be NAME=PATH, with a name of letters, digits, and . _ -")
+    return name, path
+
+
 def main(argv=None):
-    parser = argparse.ArgumentParser('eval.py', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser('eval.py', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='command', required=True)
 
     def add(command, text, windows=None):
@@ -409,6 +862,18 @@ def main(argv=None):
     sub = add(probe, "what the routing reads", windows=32)
     sub.add_argument('run', metavar='RUN')
     sub.add_argument('--slices', type=number(int, 1), default=4, help="parts of the width, for H = 1 (default 4)")
+    sub = add(tasks, "downstream tasks")
+    sub.add_argument('run', metavar='RUN')
+    sub.add_argument('--tasks', type=lambda names: names.split(','), help="of the LM Evaluation Harness: hellaswag,...")
+    sub.add_argument('--task-file', type=task_file, action='append', default=[], metavar='NAME=PATH',
+                     help="a task in a local file, .jsonl or text, also .xz or .gz (see parse_row); may be repeated")
+    sub.add_argument('--limit', type=number(int, 1), help="only the first so many items of each task")
+    sub.add_argument('--fewshot', type=number(int, 0), help="examples before an item of --tasks (default: the task's)")
+    sub.add_argument('--max_new_tokens', type=number(int, 1), default=256, help="of generated answers (default 256)")
+    sub.add_argument('--batch_tokens', type=number(int, 1), default=16384, help="tokens a forward pass (default 16384)")
+    sub = add(ceg, "compute-equivalent gain", windows=0)
+    sub.add_argument('runs', nargs='+', metavar='RUN')
+    sub.add_argument('--alpha', type=number(float, 1e-3), help="assume this exponent instead of fitting a curve")
     sub = add(sample, "text")
     sub.add_argument('run', metavar='RUN')
     sub.add_argument('--prompt', default='', help="default: start a new document")
