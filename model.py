@@ -431,19 +431,21 @@ class Transformer(nn.Module):
         finally:
             self.train(was_training)
 
-    def compile_parts(self):
+    def compile_parts(self, whole=True):
         """
         torch.compile, in place (parameter names stay). The plain model compiles as a whole. With routing (or with
-        activation checkpointing) each sublayer compiles on its own, and one graph serves all layers: the sites between
-        them, which each see one source more, stay outside.
+        activation checkpointing, or if not `whole`) each sublayer compiles on its own, and one graph serves all layers:
+        the sites between them, which each see one source more, stay outside. -> whether it compiled as a whole.
         """
         self.chunk_loss = torch.compile(chunk_loss)
-        if self.config.H == 0 and not self.checkpoint_sublayers:
+        whole = whole and self.config.H == 0 and not self.checkpoint_sublayers
+        if whole:
             self.hidden = torch.compile(self.hidden)
         else:
             for block in self.blocks:
                 block.attn.compile()
                 block.mlp.compile()
+        return whole
 
     def parameter_groups(self, weight_decay):
         """For AdamW: matrices decay; norm weights and the routing's queries and gains (vectors, a row a site) do not."""

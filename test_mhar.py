@@ -798,12 +798,12 @@ def checkpoint(out):
 
 
 def same(a, b):
-    """Equal bit for bit, through nested dictionaries and lists of tensors and plain values."""
+    """Equal bit for bit, through nested dictionaries, lists and tuples of tensors and plain values."""
     if torch.is_tensor(a):
         return torch.equal(a, b)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list):
+    if isinstance(a, (list, tuple)):     # resuming makes lists of an optimizer's tuples
         return len(a) == len(b) and all(map(same, a, b))
     return a == b
 
@@ -891,6 +891,40 @@ def test_two_processes_equal_one(text_data, tmp_path):
     assert losses(two) == pytest.approx(losses(one), abs=1e-5)
     assert losses(two, 'final') == pytest.approx(losses(one, 'final'), abs=1e-5)
     assert [r['batch_hash'] for r in two if r['kind'] == 'train'] == [r['batch_hash'] for r in one if r['kind'] == 'train']
+
+
+def test_a_killed_process_ends_the_others_and_any_number_goes_on(text_data, tmp_path, capsys):
+    """Two processes, of which one dies; then two under FSDP; then one: together as one process in one go."""
+    flags = ['--steps=10', '--save_interval=4', '--eval_windows=7']
+    one = run_train(text_data, tmp_path / 'one', *flags)
+    out = tmp_path / 'run'
+    (tmp_path / 'dying.py').write_text(f"""
+import os, signal, sys
+sys.path.insert(0, {str(HERE)!r})
+import train
+step = train.train_step
+def dying_step(run, model):
+    if run.rank == 1 and run.step == 5 and not run.flags.resume:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(run, model)
+train.train_step = dying_step
+train.main()
+""")
+    def two(*flags):
+        return subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+                               str(tmp_path / 'dying.py'), f'--out={out}', *flags], capture_output=True, text=True, timeout=60,
+                              env=os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''})
+    died = two(*TINY, *flags, f'--data={text_data}')
+    assert died.returncode != 0 and 'rank 0: another process was lost' in died.stderr
+    assert checkpoint(out)['step'] == 4
+    sharded = two('--resume', '--fsdp', '--stop_at=8')
+    assert sharded.returncode == 0, sharded.stderr
+    assert checkpoint(out)['step'] == 8 and same(list(checkpoint(out)['model']), list(checkpoint(tmp_path / 'one')['model']))
+    rest = run_train(text_data, out, '--resume', *flags)
+    assert losses(rest) == pytest.approx(losses(one), abs=1e-4)
+    assert losses(rest, 'val') == pytest.approx(losses(one, 'val'), abs=1e-4)
+    assert [r['batch_hash'] for r in rest] == [r['batch_hash'] for r in one]
+    assert '--fsdp cannot apply: there is one process' in refused(capsys, '--resume', '--fsdp', f'--out={out}', '--steps=12')
 
 
 def test_a_non_finite_loss_stops_and_keeps_the_checkpoint(text_data, tmp_path):

@@ -5,6 +5,8 @@ Train a plain (H=0), AttnRes (H=1) or MHAR (H=k) Transformer.
     python train.py --H=0                                   the same model without depth routing
     python train.py --preset 100m --data data/fineweb-edu   the paper's 100M recipe, one GPU
     torchrun --nproc_per_node=8 train.py --preset 1b ...    the same step, cut over 8 GPUs
+    torchrun --nproc_per_node=8 train.py --fsdp ...         and the weights and AdamW's state as well: for what one GPU
+                                                            cannot hold
     python train.py ... --resume                            go on from OUT/ckpt.pt, bit for bit
 
 Writes OUT/ckpt.pt (torch.load(weights_only=True) reads it) and OUT/log.jsonl, one record a line. Ctrl-C saves and exits.
@@ -26,11 +28,16 @@ import time
 import zlib
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Optional, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
+                                                     set_optimizer_state_dict)
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import data
@@ -71,6 +78,7 @@ class Flags:
     beta2: float = 0.95
     clip: float = 1.0                       # largest gradient norm; 0 = no clipping
 
+    fsdp: bool = False                      # with torchrun: each process holds its part of the weights and their state
     dtype: str = 'auto'                     # compute in bf16 or fp32; auto = bf16 on GPUs that have it
     compile: Optional[bool] = None          # torch.compile; default on a GPU where it works
     checkpoint_sublayers: bool = False      # recompute activations in backward: less memory, slower
@@ -93,8 +101,8 @@ RECIPES = {
 SHAPE = ('block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim', 'rope_theta')
 MAY_CHANGE_ON_RESUME = {'resume', 'out', 'data', 'steps', 'tokens', 'micro_batch', 'compile', 'checkpoint_sublayers',
                         'log_interval', 'eval_interval', 'eval_windows', 'save_interval', 'stop_at', 'max_minutes',
-                        'wandb', 'router'}
-NOT_INHERITED = {'resume', 'overwrite', 'out', 'stop_at', 'max_minutes', 'compile'}   # of the process, not the run
+                        'wandb', 'router', 'fsdp'}
+NOT_INHERITED = {'resume', 'overwrite', 'out', 'stop_at', 'max_minutes', 'compile', 'fsdp'}   # of the process, not the run
 PEAK_BF16_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12}    # dense
 
 
@@ -171,6 +179,8 @@ def complete(flags, given, world):
         raise ConfigError("--wandb needs the wandb package: pip install wandb")
     if flags.dtype not in ('auto', 'bf16', 'fp32'):
         raise ConfigError(f"dtype = {flags.dtype!r}: must be auto, bf16 or fp32")
+    if flags.fsdp and world == 1:
+        raise ConfigError("--fsdp cannot apply: there is one process; torchrun --nproc_per_node=N train.py starts N")
     if flags.batch % world:
         raise ConfigError(f"batch = {flags.batch}: must be a multiple of the number of processes, {world}")
     if 'micro_batch' not in given:
@@ -223,9 +233,26 @@ def setup_device():
         device = torch.device('cuda', local)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')
-    if world > 1:
-        dist.init_process_group('gloo' if device.type == 'cpu' else 'nccl')
+    if world > 1:       # nobody waits for a lost machine for ever; the longest honest wait is for rank 0 to save
+        dist.init_process_group('gloo' if device.type == 'cpu' else 'nccl', timeout=timedelta(minutes=10))
     return rank, world, device
+
+
+def shard(model):
+    """
+    FSDP2, in place: a process keeps its part of every parameter, a DTensor, and a sublayer's parameters are whole only
+    while it runs. What is used between the sublayers (embedding, head, queries, gains) is whole from forward to backward.
+    Each process must have all of the weights at first, 4 bytes each, but never their gradients or AdamW's state.
+    """
+    for block in model.blocks:
+        fully_shard(block.attn)
+        fully_shard(block.mlp)
+    fully_shard(model, reshard_after_forward=False)
+
+
+def local(tensor):
+    """This process's part of a tensor that FSDP cut up, or all of any other; it shares the memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def memory_gib(device):
@@ -377,7 +404,12 @@ def start(flags, saved, rank, world, device):
                     router=flags.router, **{name: getattr(flags, name) for name in SHAPE})
     torch.manual_seed(flags.seed)
     model = Transformer(config).to(device)
+    if saved:
+        model.load_state_dict(saved['model'])
+    description = describe(model, flags, device)
     model.checkpoint_sublayers = flags.checkpoint_sublayers
+    if flags.fsdp:
+        shard(model)
     optimizer = torch.optim.AdamW(model.parameter_groups(flags.weight_decay), lr=flags.lr,
                                   betas=(flags.beta1, flags.beta2), eps=1e-8, fused=True)
     run = Run(flags, rank, world, device, meta, model, optimizer,
@@ -392,18 +424,22 @@ def start(flags, saved, rank, world, device):
         run.bytes_per_token = bytes_per_token(run.val, run.val_indices, run.tokenizer)
     except data.DataError as error:
         run.say(f"no bits per byte and no sample: {error}")
+    if run.sum_over_ranks([float(run.tokenizer is None)])[0]:
+        run.tokenizer = None        # under FSDP all processes sample together or none does
     if saved:
         run.step = saved['step']
-        model.load_state_dict(saved['model'])
-        optimizer.load_state_dict(saved['optimizer'])
+        set_optimizer_state_dict(model, optimizer, saved['optimizer'], options=StateDictOptions(full_state_dict=True))
         torch.set_rng_state(saved['rng'])
         run.loader.position = saved['position']
         run.loader.batch_hash = saved['batch_hash'] if rank == 0 else 0     # the ranks' hashes add up
-    routing = f"{model.router_on(device)} routing, " if config.H else ''
-    run.say(f"{model.describe()}\n{'bf16' if uses_bf16(device, flags.dtype) else 'fp32'} on {device}, {routing}"
-            f"torch.compile {'on' if flags.compile else 'off' if triton_runs(device) else 'off (it needs a GPU)'}")
+    run.say(description)
     if flags.compile:
-        model.compile_parts()
+        # FSDP gathers around each sublayer, so only the sublayers compile, as torch documents it: its hooks stay outside
+        # of the graphs, whichever comes first. DDP would cut graphs up at the bounds of its buckets, to average gradients
+        # while the backward pass goes on: separate sublayers are cut enough.
+        whole = model.compile_parts(whole=not flags.fsdp)
+        if not whole:
+            torch._dynamo.config.optimize_ddp = False
     if rank == 0:
         Path(flags.out).mkdir(parents=True, exist_ok=True)
         if not saved:       # --overwrite: no checkpoint of the old run under the new run's log
@@ -414,12 +450,21 @@ def start(flags, saved, rank, world, device):
     return run
 
 
+def describe(model, flags, device):
+    routing = f"{model.router_on(device)} routing, " if model.config.H else ''
+    return (f"{model.describe()}\n{'bf16' if uses_bf16(device, flags.dtype) else 'fp32'} on {device}, {routing}"
+            f"torch.compile {'on' if flags.compile else 'off' if triton_runs(device) else 'off (it needs a GPU)'}"
+            f"{', FSDP' if flags.fsdp else ''}")
+
+
 def evaluate(run):
     """-> {val_loss, nats per token; val_bpb, bits per byte, None without tokenizer} over the fixed windows."""
+    mine = run.val_indices[run.rank::run.world]
+    short = len(mine) < len(run.val_indices[::run.world])       # FSDP's forward passes need all: one window more, unused
     # Uncompiled is the code that eval.py runs, and its shapes cost no recompilation.
     with run.autocast(), torch.compiler.set_stance('force_eager'):
-        losses = window_losses(run.model, run.val, run.val_indices[run.rank::run.world], run.flags.micro_batch,
-                               run.device)
+        losses = window_losses(run.model, run.val, mine + run.val_indices[:short], run.flags.micro_batch, run.device)
+    losses = losses[:len(mine)]
     nats = run.sum_over_ranks([losses.sum().item()])[0] / len(run.val_indices)
     return {'val_loss': nats, 'val_bpb': run.bytes_per_token and nats / math.log(2) / run.bytes_per_token}
 
@@ -431,12 +476,16 @@ def fingerprint(windows):
 
 def save(run, batch_hash):
     """Refuses to put weights that are no numbers in the place of good ones: the last update may have broken them."""
-    if not all(p.isfinite().all() for p in run.model.parameters()):
+    broken = not all(local(p).isfinite().all() for p in run.model.parameters())
+    if run.sum_over_ranks([float(broken)])[0]:
         stop_non_finite(run, "the weights are no longer finite")
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)    # all processes gather, for rank 0
+    model = get_model_state_dict(run.model, options=whole)
+    optimizer = get_optimizer_state_dict(run.model, run.optimizer, options=whole)
     if run.rank == 0:
         save_checkpoint(Path(run.flags.out, 'ckpt.pt'), {
             'step': run.step, 'tokens': run.step * run.flags.batch * run.flags.block_size,
-            'model': run.model.state_dict(), 'optimizer': run.optimizer.state_dict(), 'rng': torch.get_rng_state(),
+            'model': model, 'optimizer': optimizer, 'rng': torch.get_rng_state(),
             'position': run.loader.position, 'batch_hash': batch_hash, 'flags': asdict(run.flags),
             'model_config': asdict(run.model.config), 'tokenizer': run.meta['tokenizer'],
             'fingerprint': run.fingerprint})
@@ -449,8 +498,11 @@ def stop_non_finite(run, what):
              f"A lower --lr, a longer --warmup or --clip may help")
 
 
-def train_step(run, ddp):
-    """One optimizer step over `batch` sequences -> (loss, gradient norm), tensors that were not waited for."""
+def train_step(run, model):
+    """
+    One optimizer step over `batch` sequences -> (loss, gradient norm), tensors that were not waited for. `model` is
+    run.model, in DDP's wrapping if there is one.
+    """
     flags, loss_sum = run.flags, 0.0
     micro_steps = flags.batch // (flags.micro_batch * run.world)
     for group in run.optimizer.param_groups:
@@ -459,13 +511,15 @@ def train_step(run, ddp):
         x, y = run.loader.next_batch(flags.micro_batch)
         if run.device.type == 'cuda':
             x, y = (t.pin_memory().to(run.device, non_blocking=True) for t in (x, y))
-        last = i == micro_steps - 1     # the only backward pass in which DDP must average gradients
-        with nullcontext() if last or run.world == 1 else ddp.no_sync():
+        # DDP averages gradients in the last backward pass. FSDP does so in each: a process holds its part of them only.
+        waits = isinstance(model, DistributedDataParallel) and i < micro_steps - 1
+        with model.no_sync() if waits else nullcontext():
             with run.autocast():
-                loss = ddp(x, y) / micro_steps
+                loss = model(x, y) / micro_steps
             loss.backward()
         loss_sum = loss_sum + loss.detach()
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), flags.clip or math.inf)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
     run.step += 1
@@ -475,7 +529,7 @@ def train_step(run, ddp):
 def train(run):
     """Steps until --steps, --stop_at, --max_minutes or a signal -> whether a signal ended it."""
     flags = run.flags
-    ddp = DistributedDataParallel(run.model) if run.world > 1 else run.model
+    model = run.model if run.world == 1 or flags.fsdp else DistributedDataParallel(run.model)
     asked = []                          # signals received; a second Ctrl-C ends the process at once
     def ask_to_stop(signum, frame):
         asked.append(signum)
@@ -489,7 +543,7 @@ def train(run):
     begin = since = time.time()
     losses = []                         # of the steps since the last record
     while run.step < end:
-        loss, norm = train_step(run, ddp)
+        loss, norm = train_step(run, model)
         losses.append(loss)
         evaluating = bool(flags.eval_interval) and run.step % flags.eval_interval == 0
         saving = run.step % flags.save_interval == 0
@@ -530,12 +584,12 @@ def finish(run):
     result = evaluate(run)
     if run.log:
         run.log({'kind': 'final', 'step': run.step, **result})
-        print(f"(over {len(run.val_indices)} of {len(run.val)} validation windows; eval.py val reads all)")
-        if run.tokenizer:
-            with run.autocast(), torch.compiler.set_stance('force_eager'):
-                text = sample_text(run.model, run.tokenizer, '', 200, seed=run.flags.seed)
-            print(f"sample: {text[:200]}")
-        print(f"saved {run.flags.out}/ckpt.pt; look at it with: python eval.py sample {run.flags.out}")
+    run.say(f"(over {len(run.val_indices)} of {len(run.val)} validation windows; eval.py val reads all)")
+    if run.tokenizer and (run.rank == 0 or run.flags.fsdp):
+        with run.autocast(), torch.compiler.set_stance('force_eager'):
+            text = sample_text(run.model, run.tokenizer, '', 200, seed=run.flags.seed)
+        run.say(f"sample: {text[:200]}")
+    run.say(f"saved {run.flags.out}/ckpt.pt; look at it with: python eval.py sample {run.flags.out}")
 
 
 def main(argv=None):
@@ -558,6 +612,7 @@ def main(argv=None):
             run.say(f"stopped at step {run.step} of {flags.steps}; --out={flags.out} --resume goes on")
         if world > 1:
             dist.barrier()      # gloo aborts a process whose peer leaves while it tidies up
+            dist.destroy_process_group()
         if interrupted:
             sys.exit(130)
     except (ConfigError, EvalError, data.DataError, OSError) as error:
@@ -566,9 +621,13 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("train.py: interrupted, nothing more saved", file=sys.stderr)
         sys.exit(130)
-    finally:
-        if world > 1:
-            dist.destroy_process_group()
+    except RuntimeError as error:
+        # gloo tells of a lost process in words only. (Under NCCL torchrun ends a process that waits for a lost one.)
+        if world == 1 or not (isinstance(error, dist.DistError) or 'onnection' in str(error)):
+            raise
+        print(f"train.py: rank {rank}: another process was lost ({str(error).split('. ')[0]}). {flags.out}/ckpt.pt is "
+              f"the last that was saved; --resume goes on from it, with any number of processes", file=sys.stderr, flush=True)
+        os._exit(1)             # at once: tidying up would wait for the lost one
 
 
 if __name__ == '__main__':
