@@ -32,7 +32,8 @@ def read_checkpoint(run):
     if not path.exists():
         raise EvalError(f"there is no {path}; a run is a folder that train.py wrote")
     try:
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+        # Mapped, not read: all processes of a machine share it, and what nobody looks at never leaves the disk.
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
     except Exception as error:      # torch's own are of many types
         raise EvalError(f"{path} cannot be read: {error}") from error
     needed = {'step', 'tokens', 'model', 'model_config', 'flags', 'tokenizer', 'batch_hash'}
