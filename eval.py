@@ -305,6 +305,8 @@ def probe(args, device):
     H = model.config.H
     if H == 0:
         raise EvalError(f"{args.run} is a plain model (H = 0): there is no routing to look at")
+    if model.config.delta_blocks > 0:
+        raise EvalError(f"{args.run} is in delta form: probe looks at reads that replace the running sum, not at added ones")
     if model.config.n_embd % args.slices:
         raise EvalError(f"--slices={args.slices}: must be a divisor of the width, {model.config.n_embd}")
     windows, indices = validation_windows(model, checkpoint, args)

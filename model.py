@@ -8,13 +8,16 @@ a learned mix of all earlier sublayer outputs*: a softmax over depth, taken in H
     H = 1   Attention Residuals (AttnRes): one softmax over depth for the whole width
     H = k   MHAR: k of them, each for its own slice of the width; not one parameter more than H = 1
 
+With `delta_blocks` the running sum stays, and what a sublayer reads of the depth is added to it: the *delta form*, which
+can be grafted onto a trained plain model (Transformer.from_pretrained, .graft).
+
 Paper: "Multi-Head Attention Residuals", Luo, Cai and Hu, 2026. The blocks around the routing are Qwen3's.
 Letters in the shape comments: B sequences, T tokens, D = n_embd, V = vocab_size, N sources, H routing heads.
 """
 import importlib.util
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn as nn
@@ -45,6 +48,7 @@ class Config:
     n_embd: int
     ffn_dim: int
     H: int = -1                     # routing heads: 0 plain, 1 AttnRes, k MHAR, -1 = n_kv_head
+    delta_blocks: int = 0           # 0: reads replace the running sum; k: they are added to it (delta form, k groups)
     query_init_std: float = 0.0     # 0 starts every read at the plain mean of its sources
     rope_theta: float = 1e4
     norm_eps: float = 1e-6
@@ -67,8 +71,12 @@ class Config:
                 f"such that n_embd / n_head is even (RoPE turns pairs), but {self.n_embd} / {self.n_head} is odd")
         require(type(self.H) is int and self.H >= 0, 'H', "-1 (= n_kv_head), 0 (plain) or a divisor of n_embd")
         require(self.H == 0 or self.n_embd % self.H == 0, 'H', f"0 or a divisor of n_embd = {self.n_embd}")
+        require(type(self.delta_blocks) is int and 0 <= self.delta_blocks <= self.n_layer, 'delta_blocks',
+                f"0 (no delta form) or the number of groups that the {self.n_layer} layers are cut into")
+        require(self.delta_blocks == 0 or self.H > 0, 'delta_blocks', "0 where H = 0, since then there is no routing")
         require(self.query_init_std >= 0, 'query_init_std', "0 or more")
         require(self.norm_eps >= 0, 'norm_eps', "0 or more")
+        require(self.norm_eps > 0 or self.delta_blocks == 0, 'norm_eps', "more than 0 in delta form, whose null source is 0")
         require(self.rope_theta > 0, 'rope_theta', "more than 0")
         require(self.router in ROUTERS, 'router', f"one of {', '.join(ROUTERS)}")
 
@@ -79,6 +87,16 @@ class Config:
     @property
     def n_source(self):
         return 2 * self.n_layer + 1     # the embedding and every sublayer's output
+
+    @property
+    def n_site(self):
+        return 2 * self.n_layer + (self.delta_blocks == 0)      # in delta form the final norm reads the running sum
+
+    @property
+    def delta_groups(self):
+        """Delta form: {the first layer of a group of layers: the group's sites, a slice}."""
+        bounds = [i * self.n_layer // max(1, self.delta_blocks) for i in range(self.delta_blocks + 1)]
+        return {first: slice(2 * first, 2 * end) for first, end in zip(bounds, bounds[1:])}
 
     @property
     def padded_vocab(self):
@@ -133,6 +151,13 @@ def route(sources, query, gain, H, eps=1e-6):
     return read.to(sources.dtype)                                               # autocast sums in fp32
 
 
+def read_eagerly(route, sources, query, gain, H, eps):
+    """`route`, on a GPU recomputed in backward: what all sites save would be N^2 hidden states, more than there is room."""
+    if not sources[0].is_cuda:
+        return route(sources, query, gain, H, eps)
+    return checkpoint(route, sources, query, gain, H, eps, use_reentrant=False, preserve_rng_state=False)
+
+
 class EagerRouter:
     """All routing sites of one forward pass: call n appends source n and returns the read of site n, through `route`."""
     route = staticmethod(route)
@@ -144,11 +169,7 @@ class EagerRouter:
     def __call__(self, source):
         query, gain = self.sites[len(self.sources)]
         self.sources.append(source)
-        if not source.is_cuda:
-            return self.route(self.sources, query, gain, self.H, self.eps)
-        # Recomputed in backward: what all sites save would be N^2 hidden states, more than a GPU has room for.
-        return checkpoint(self.route, list(self.sources), query, gain, self.H, self.eps, use_reentrant=False,
-                          preserve_rng_state=False)
+        return read_eagerly(self.route, list(self.sources), query, gain, self.H, self.eps)
 
 
 # The two sublayers.
@@ -324,19 +345,28 @@ class Transformer(nn.Module):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
         if config.H > 0:    # last, so that all H of one seed start from the same weights
-            self.queries = nn.Parameter(torch.zeros(config.n_source, config.n_embd))    # a row a site
-            self.gains = nn.Parameter(torch.ones(config.n_source, config.n_embd))       # its key norm's weight
-            if config.query_init_std > 0:
-                nn.init.normal_(self.queries, std=config.query_init_std)
+            self.add_routing()
         self.checkpoint_sublayers = False   # recompute each sublayer in backward instead of keeping its activations
         self.chunk_loss = chunk_loss        # replaced by a compiled one in compile_parts
+
+    def add_routing(self):
+        c, like = self.config, self.wte.weight.detach()
+        self.queries = nn.Parameter(like.new_zeros(c.n_site, c.n_embd))     # a row a site
+        self.gains = nn.Parameter(like.new_ones(c.n_site, c.n_embd))        # its key norm's weight
+        if c.query_init_std > 0:
+            nn.init.normal_(self.queries, std=c.query_init_std)
+        if c.delta_blocks > 0:
+            self.gates = nn.Parameter(like.new_zeros(c.n_site))             # 0: the site reads the running sum alone
+            self.null = nn.Parameter(like.new_zeros(c.n_embd))              # a source that says nothing at first
 
     def router_on(self, device):
         """
         What config.router comes to on a device: 'eager' (`route`, anywhere), or one of the Triton operators of
         kernel.py, 'fused' or 'fused_simple'. 'auto' is fused where Triton runs and eager elsewhere. ConfigError if a
-        fused one is asked for where it cannot run.
+        fused one is asked for where it cannot run. The delta form, of which no operator knows yet, is always eager.
         """
+        if self.config.delta_blocks > 0:
+            return 'eager'
         router = self.config.router
         if router == 'auto':
             return 'fused' if triton_runs(device) else 'eager'
@@ -354,6 +384,12 @@ class Transformer(nn.Module):
         import kernel
         return kernel.OPERATORS[name](self.queries * self.gains, c.H, c.norm_eps)
 
+    def read_group(self, sources, sites):
+        """Delta form: what a group's sites (a slice of S) read of these sources, a list -> (S, B, T, D)."""
+        c, sources = self.config, torch.stack(sources)
+        return torch.stack([read_eagerly(route, sources, query, gain, c.H, c.norm_eps)
+                            for query, gain in zip(self.queries[sites], self.gains[sites])])
+
     def hidden(self, idx, caches=None):
         """idx (B, T) -> the last hidden states, normalised, (B, T, D). This is where plain and MHAR differ."""
         start = len(caches[0]) if caches else 0
@@ -364,13 +400,20 @@ class Transformer(nn.Module):
             # As small as the sublayers' outputs. For H = 0 this makes the running sum itself bf16: each sum rounds.
             x = x.to(torch.get_autocast_dtype(x.device.type))
 
-        router = self.new_router(x) if self.config.H > 0 else None
+        delta, groups = self.config.delta_blocks > 0, self.config.delta_groups
+        router = self.new_router(x) if self.config.H > 0 and not delta else None
         if router:
             x = router(x)                               # site 0 has one source to read, the embedding itself
+        if delta:
+            sources, start = [self.null.to(x.dtype).expand_as(x)], 0
         for i, block in enumerate(self.blocks):
-            out = self.maybe_checkpoint(block.attn, x, rope, caches[i] if caches else None)
+            if i in groups:     # delta form: a group of layers starts; its sites all read what there is now
+                sources.append(x - start)               # first the embedding, then what each group has added to x
+                start, sites = x, groups[i]
+                reads = (gate * read for gate, read in zip(self.gates[sites], self.read_group(sources, sites)))
+            out = self.maybe_checkpoint(block.attn, x + next(reads) if delta else x, rope, caches[i] if caches else None)
             x = router(out) if router else x + out      # the whole difference: read a mix of all, or add to one sum
-            out = self.maybe_checkpoint(block.mlp, x)
+            out = self.maybe_checkpoint(block.mlp, x + next(reads) if delta else x)
             x = router(out) if router else x + out
         return self.norm(x)
 
@@ -448,7 +491,7 @@ class Transformer(nn.Module):
         return whole
 
     def parameter_groups(self, weight_decay):
-        """For AdamW: matrices decay; norm weights and the routing's queries and gains (vectors, a row a site) do not."""
+        """For AdamW: matrices decay; norm weights and all of the routing (vectors, a row a site) do not."""
         groups = {True: [], False: []}
         for name, p in self.named_parameters():
             groups[p.dim() == 2 and name not in ('queries', 'gains')].append(p)
@@ -473,8 +516,24 @@ class Transformer(nn.Module):
     def describe(self):
         c, (embedding, rest) = self.config, self.count_parameters()
         kind = {0: 'plain residual', 1: 'AttnRes'}.get(c.H, 'MHAR')
-        return (f"{kind} (H={c.H}), {c.n_layer} layers, width {c.n_embd}: {(embedding + rest) / 1e6:.2f}M parameters = "
+        form = f" in delta form ({c.delta_blocks} groups)" if c.delta_blocks else ''
+        return (f"{kind} (H={c.H}){form}, {c.n_layer} layers, width {c.n_embd}: {(embedding + rest) / 1e6:.2f}M parameters = "
                 f"{embedding / 1e6:.2f}M embedding + {rest / 1e6:.2f}M rest")
+
+    def graft(self, H, delta_blocks, query_init_std=0.0):
+        """
+        This plain model in delta form: a new model on the very same weights, which computes exactly what this one does
+        until training moves its gates from 0. ConfigError if this one is not plain, or for what Config does not allow.
+        """
+        if self.config.H > 0:
+            raise ConfigError(f"H = {self.config.H}: only a plain model (H = 0) can be grafted onto")
+        config = replace(self.config, H=H, delta_blocks=delta_blocks, query_init_std=query_init_std)
+        with torch.device('meta'):
+            model = Transformer(self.config)
+        model.load_state_dict(self.state_dict(keep_vars=True), assign=True)     # shared, not copied
+        model.cos, model.sin, model.config = self.cos, self.sin, config
+        model.add_routing()
+        return model
 
     @classmethod
     def from_checkpoint(cls, checkpoint, device='cpu'):

@@ -42,7 +42,7 @@ except ImportError:
 HERE = Path(__file__).parent
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 torch.set_num_threads(1)    # models this small only lose by more
-ALL_H = [0, 1, 2, 8]
+FORMS = [dict(H=0), dict(H=1), dict(H=2), dict(H=8), dict(H=2, delta_blocks=2)]
 
 
 def small_config(H=2, **changes):
@@ -133,9 +133,9 @@ def test_weights_sum_to_one_and_are_fp32_for_bf16_sources():
     assert torch.equal(weights, route_weights(sources.bfloat16().float(), query.float(), gain.float(), 4))
 
 
-@pytest.mark.parametrize('H', ALL_H)
-def test_the_last_read_includes_the_last_sublayer(H):
-    model = small_model(H)
+@pytest.mark.parametrize('form', FORMS, ids=str)
+def test_the_last_read_includes_the_last_sublayer(form):
+    model = small_model(**form)
     before = model(tokens(1, 8))
     torch.nn.init.normal_(model.blocks[-1].mlp.down.weight)
     assert (model(tokens(1, 8)) - before).abs().max() > 1e-3
@@ -151,9 +151,9 @@ def test_every_query_and_gain_gets_a_gradient_once_there_is_a_choice():
 
 # The model.
 
-@pytest.mark.parametrize('H', ALL_H)
-def test_no_future_token_changes_an_earlier_logit(H):
-    model, idx = small_model(H), tokens(1, 16)
+@pytest.mark.parametrize('form', FORMS, ids=str)
+def test_no_future_token_changes_an_earlier_logit(form):
+    model, idx = small_model(**form), tokens(1, 16)
     changed = idx.clone()
     changed[0, 9:] = (changed[0, 9:] + 1) % 61
     before, after = model(idx), model(changed)
@@ -161,9 +161,9 @@ def test_no_future_token_changes_an_earlier_logit(H):
     assert (before[:, 9:] - after[:, 9:]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize('H', ALL_H)
-def test_cached_logits_equal_the_full_forward_at_every_step(H):
-    model, idx = small_model(H), tokens(2, 24)
+@pytest.mark.parametrize('form', FORMS, ids=str)
+def test_cached_logits_equal_the_full_forward_at_every_step(form):
+    model, idx = small_model(**form), tokens(2, 24)
     full = model(idx)
     caches = [KVCache() for _ in model.blocks]
     for start, end in [(0, 5), (5, 6), (6, 9)] + [(i, i + 1) for i in range(9, 24)]:    # prompt, pieces, single tokens
@@ -171,9 +171,9 @@ def test_cached_logits_equal_the_full_forward_at_every_step(H):
         torch.testing.assert_close(part, full[:, start:end], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize('H', [0, 2])
-def test_greedy_generation_is_the_argmax_of_the_full_forward(H):
-    model, prompt = small_model(H), tokens(2, 4)
+@pytest.mark.parametrize('form', FORMS[::2], ids=str)
+def test_greedy_generation_is_the_argmax_of_the_full_forward(form):
+    model, prompt = small_model(**form), tokens(2, 4)
     out = model.generate(prompt, 10, temperature=0)
     assert torch.equal(out[:, :4], prompt) and out.shape == (2, 14)
     assert torch.equal(out[:, 4:], model(out)[:, 3:-1].argmax(-1))
@@ -219,9 +219,9 @@ def test_chunked_loss_equals_cross_entropy_in_value_and_every_gradient(monkeypat
     torch.testing.assert_close(every.sum() / 32, reference)
 
 
-@pytest.mark.parametrize('H', [0, 2])
-def test_activation_checkpointing_changes_nothing(H):
-    model, gradients = small_model(H), []
+@pytest.mark.parametrize('form', FORMS[::2], ids=str)
+def test_activation_checkpointing_changes_nothing(form):
+    model, gradients = small_model(**form), []
     for model.checkpoint_sublayers in (False, True):
         model.zero_grad()
         model(tokens(2, 20), tokens(2, 20, seed=1)).backward()
@@ -229,11 +229,11 @@ def test_activation_checkpointing_changes_nothing(H):
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
-@pytest.mark.parametrize('H', ALL_H)
-def test_two_runs_are_bit_identical(H):
+@pytest.mark.parametrize('form', FORMS, ids=str)
+def test_two_runs_are_bit_identical(form):
     gradients = []
     for _ in range(2):
-        model = small_model(H).float()
+        model = small_model(**form).float()
         model(tokens(2, 20), tokens(2, 20, seed=1)).backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
@@ -267,12 +267,62 @@ def test_all_H_of_one_seed_start_from_the_same_weights():
     (dict(n_layer=0), 'n_layer = 0: must be a positive whole number'),
     (dict(block_size=2.5), 'block_size = 2.5'),
     (dict(query_init_std=-1.0), 'query_init_std = -1.0'),
+    (dict(delta_blocks=4), 'delta_blocks = 4: must be 0 (no delta form) or the number of groups that the 3 layers'),
+    (dict(H=0, delta_blocks=2), 'delta_blocks = 2: must be 0 where H = 0'),
+    (dict(norm_eps=0.0, delta_blocks=2), 'norm_eps = 0.0: must be more than 0 in delta form'),
     (dict(router='magic'), "router = 'magic': must be one of auto, eager, fused_simple, fused"),
 ])
 def test_config_errors_name_field_value_and_what_is_allowed(changes, words):
     with pytest.raises(ConfigError) as error:
         small_config(**{'H': 2} | changes)
     assert words in str(error.value)
+
+
+# The delta form.
+
+def test_delta_form_is_what_its_definition_says():
+    model, idx = small_model(2, n_layer=5, delta_blocks=2), tokens(2, 20)       # groups of 2 and 3 layers
+    layers = [sublayer for block in model.blocks for sublayer in (block.attn, block.mlp)]
+    stream = [model.wte(idx)]                                                   # before each sublayer, and at the end
+    for n, layer in enumerate(layers):
+        sources = [model.null.expand_as(stream[0]), stream[0]] + ([stream[4] - stream[0]] if n >= 4 else [])
+        read = stream[n] + model.gates[n] * route(sources, model.queries[n], model.gains[n], 2)
+        stream.append(stream[n] + (layer(read, (model.cos[:20], model.sin[:20])) if n % 2 == 0 else layer(read)))
+    torch.testing.assert_close(model(idx), (model.norm(stream[-1]) @ model.wte.weight.T)[..., :61], rtol=1e-12, atol=1e-12)
+    assert model.queries.shape == model.gains.shape == (10, 32) and model.gates.shape == (10,)
+
+
+def test_the_sites_of_a_group_share_their_sources_nine_at_most(monkeypatch):
+    model, seen = small_model(2, n_layer=32, delta_blocks=8), []
+    read_group = model.read_group
+    monkeypatch.setattr(model, 'read_group', lambda sources, sites: seen.append((len(sources), sites)) or read_group(sources, sites))
+    model(tokens(1, 4))
+    assert seen == [(2 + i, slice(8 * i, 8 * i + 8)) for i in range(8)]
+
+
+@pytest.mark.parametrize('bf16', [False, True])
+def test_a_grafted_model_is_its_base_bit_for_bit_and_then_moves(bf16):
+    base = small_model(0).float()
+    model, idx = base.graft(H=4, delta_blocks=2), tokens(4, 20)
+    assert model.wte.weight is base.wte.weight and model.config.H == 4 and base.config.H == 0
+    with torch.autocast('cpu', torch.bfloat16, enabled=bf16):
+        assert torch.equal(model(idx), base(idx)) and torch.equal(model(idx, idx), base(idx, idx))
+        assert not hasattr(base, 'queries')
+        optimizer = torch.optim.AdamW(model.parameter_groups(0.1), lr=1e-3)
+        for _ in range(50):
+            optimizer.zero_grad()
+            model(idx, idx).backward()
+            optimizer.step()
+    assert model.gates.abs().max() > 1e-3
+    assert (model.queries.grad.abs().sum(1) > 0).all() and (model.gains.grad.abs().sum(1) > 0).all()
+    assert (model.gates.grad != 0).all() and model.null.grad.abs().sum() > 0
+
+
+def test_whole_bf16_models_graft_bit_for_bit():
+    base = small_model(0).bfloat16()
+    assert torch.equal(base.graft(H=1, delta_blocks=3)(tokens(2, 20)), base(tokens(2, 20)))
+    with pytest.raises(ConfigError, match='H = 2: only a plain model'):
+        small_model(2).graft(H=2, delta_blocks=2)
 
 
 # The fused kernels, in Triton's interpreter where there is no GPU.
@@ -839,11 +889,11 @@ def test_the_same_batches_whatever_H(text_data, tmp_path):
     assert len({tuple(losses(log)) for log in logs}) == 3
 
 
-@pytest.mark.parametrize('H', [0, 2])
-def test_resume_continues_bit_for_bit(text_data, tmp_path, H):
+@pytest.mark.parametrize('form', [['--H=0'], ['--H=2'], ['--H=2', '--delta_blocks=2']], ids=str)
+def test_resume_continues_bit_for_bit(text_data, tmp_path, form):
     whole, halves = tmp_path / 'whole', tmp_path / 'halves'
-    log = run_train(text_data, whole, f'--H={H}', '--steps=8')
-    run_train(text_data, halves, f'--H={H}', '--steps=8', '--stop_at=4')
+    log = run_train(text_data, whole, *form, '--steps=8')
+    run_train(text_data, halves, *form, '--steps=8', '--stop_at=4')
     saved = checkpoint(halves)
     assert saved['step'] == 4
     saved['rng'] = torch.Generator().manual_seed(99).get_state()   # must come back, though training draws nothing
@@ -1027,6 +1077,7 @@ def test_flags_take_every_usual_form():
     (['--steps=1.5'], "invalid whole number value: '1.5'"),
     (['--preset=7b'], "preset = '7b': must be one of tiny, 100m, 350m, 1b"),
     (['--H=3'], 'H = 3: must be 0 or a divisor of n_embd'),
+    (['--H=0', '--delta_blocks=2'], 'delta_blocks = 2: must be 0 where H = 0'),
     (['--H=0', '--query_init_std=0.02'], '--query_init_std cannot apply'),
     (['--steps=10', '--tokens=10'], 'give one'),
     (['--batch=8', '--micro_batch=3'], 'micro_batch = 3'),

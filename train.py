@@ -56,6 +56,7 @@ class Flags:
     seed: int = 1337                        # of the weights and of the order of the batches
 
     H: int = -1                             # routing heads: 0 plain, 1 AttnRes, k MHAR, -1 = n_kv_head
+    delta_blocks: int = 0                   # 0: reads replace the running sum; k: they are added to it (delta form)
     query_init_std: float = 0.0             # of the routing queries at the start; 0 = the plain Transformer
     router: str = 'auto'                    # what computes the reads: auto, eager, fused or fused_simple
     block_size: Optional[int] = None        # these seven: the preset's, where not given
@@ -154,7 +155,7 @@ def complete(flags, given, world):
         raise ConfigError(f"preset = {flags.preset!r}: must be one of {', '.join(RECIPES)}")
     recipe = RECIPES[flags.preset]
     changed = {name: getattr(flags, name) for name in SHAPE if getattr(flags, name) is not None}
-    shape = replace(PRESETS[flags.preset], H=flags.H, **changed)        # a Config, which checks itself
+    shape = replace(PRESETS[flags.preset], H=flags.H, delta_blocks=flags.delta_blocks, **changed)   # checks itself
     flags = replace(flags, H=shape.H, **{name: getattr(shape, name) for name in SHAPE},
                     **{name: value for name, value in recipe.items() if getattr(flags, name) is None})
     least = dict(tokens=1, steps=1, batch=1, micro_batch=1, log_interval=1, save_interval=1, stop_at=1, seed=0, warmup=0,
@@ -189,7 +190,8 @@ def complete(flags, given, world):
         raise ConfigError(f"micro_batch = {flags.micro_batch}: batch = {flags.batch} must be a multiple of "
                           f"micro_batch x processes = {flags.micro_batch} x {world}")
     dataset = '' if Path(flags.data) == Path(Flags.data) else Path(flags.data).name + '-'
-    flags.out = flags.out or f'out/{dataset}{flags.preset}-H{flags.H}'
+    form = f'H{flags.H}' + (f'-delta{flags.delta_blocks}' if flags.delta_blocks else '')
+    flags.out = flags.out or f'out/{dataset}{flags.preset}-{form}'
     return flags
 
 
@@ -400,8 +402,8 @@ def start(flags, saved, rank, world, device):
     meta = data.read_meta(flags.data)
     if saved:
         check_tokenizer(saved, flags.data)
-    config = Config(vocab_size=meta['vocab_size'], H=flags.H, query_init_std=flags.query_init_std,
-                    router=flags.router, **{name: getattr(flags, name) for name in SHAPE})
+    config = Config(vocab_size=meta['vocab_size'], H=flags.H, delta_blocks=flags.delta_blocks,
+                    query_init_std=flags.query_init_std, router=flags.router, **{name: getattr(flags, name) for name in SHAPE})
     torch.manual_seed(flags.seed)
     model = Transformer(config).to(device)
     if saved:
