@@ -15,9 +15,12 @@ Paper: "Multi-Head Attention Residuals", Luo, Cai and Hu, 2026. The blocks aroun
 Letters in the shape comments: B sequences, T tokens, D = n_embd, V = vocab_size, N sources, H routing heads.
 """
 import importlib.util
+import json
 import math
 import os
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Optional
 
 import torch
 import torch.nn as nn
@@ -26,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 ROUTERS = ('auto', 'eager', 'fused_simple', 'fused')
+ROPE_SCALING = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
 
 
 def triton_runs(device):
@@ -50,7 +54,9 @@ class Config:
     H: int = -1                     # routing heads: 0 plain, 1 AttnRes, k MHAR, -1 = n_kv_head
     delta_blocks: int = 0           # 0: reads replace the running sum; k: they are added to it (delta form, k groups)
     query_init_std: float = 0.0     # 0 starts every read at the plain mean of its sources
+    head_dim: Optional[int] = None  # of an attention head; None = n_embd / n_head
     rope_theta: float = 1e4
+    rope_scaling: Optional[dict] = None     # Llama 3's, see rope_tables
     norm_eps: float = 1e-6
     qk_norm: bool = True
     tie_embeddings: bool = True
@@ -66,9 +72,13 @@ class Config:
             value = getattr(self, field)
             require(type(value) is int and value > 0, field, "a positive whole number")
         require(self.n_head % self.n_kv_head == 0, 'n_kv_head', f"a divisor of n_head = {self.n_head}")
-        require(self.n_embd % self.n_head == 0, 'n_head', f"a divisor of n_embd = {self.n_embd}")
-        require(self.n_embd // self.n_head % 2 == 0, 'n_head',
-                f"such that n_embd / n_head is even (RoPE turns pairs), but {self.n_embd} / {self.n_head} is odd")
+        if self.head_dim is None:
+            require(self.n_embd % self.n_head == 0, 'n_head', f"a divisor of n_embd = {self.n_embd}")
+            require(self.n_embd // self.n_head % 2 == 0, 'n_head',
+                    f"such that n_embd / n_head is even (RoPE turns pairs), but {self.n_embd} / {self.n_head} is odd")
+        else:
+            require(type(self.head_dim) is int and self.head_dim > 0 and self.head_dim % 2 == 0, 'head_dim',
+                    "a positive even number (RoPE turns pairs) or None")
         require(type(self.H) is int and self.H >= 0, 'H', "-1 (= n_kv_head), 0 (plain) or a divisor of n_embd")
         require(self.H == 0 or self.n_embd % self.H == 0, 'H', f"0 or a divisor of n_embd = {self.n_embd}")
         require(type(self.delta_blocks) is int and 0 <= self.delta_blocks <= self.n_layer, 'delta_blocks',
@@ -78,11 +88,13 @@ class Config:
         require(self.norm_eps >= 0, 'norm_eps', "0 or more")
         require(self.norm_eps > 0 or self.delta_blocks == 0, 'norm_eps', "more than 0 in delta form, whose null source is 0")
         require(self.rope_theta > 0, 'rope_theta', "more than 0")
+        require(self.rope_scaling is None or self.rope_scaling.keys() == set(ROPE_SCALING), 'rope_scaling',
+                f"None or numbers for {', '.join(ROPE_SCALING)}")
         require(self.router in ROUTERS, 'router', f"one of {', '.join(ROUTERS)}")
 
     @property
     def head_size(self):
-        return self.n_embd // self.n_head
+        return self.head_dim or self.n_embd // self.n_head
 
     @property
     def n_source(self):
@@ -190,9 +202,18 @@ def rope_tables(config):
 
     Element i turns together with element i + head_size / 2, as in Llama and Qwen: (a, b) -> (a cos - b sin, b cos +
     a sin). With sin negative in the first half that is x * cos + roll(x) * sin, without cutting x up.
+
+    Llama 3.1's rope_scaling stretches positions for a longer context: a pair that turns less than low_freq_factor times
+    in the original context turns `factor` times slower, one that turns more than high_freq_factor times as before, and
+    those between them in between.
     """
     pairs = torch.arange(0, config.head_size, 2) / config.head_size
-    angles = torch.arange(config.block_size)[:, None] * config.rope_theta ** -pairs
+    frequencies = config.rope_theta ** -pairs           # in radians a token
+    if config.rope_scaling:
+        factor, low, high, context = (config.rope_scaling[key] for key in ROPE_SCALING)
+        keep = ((context * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * (keep + (1 - keep) / factor)
+    angles = torch.arange(config.block_size)[:, None] * frequencies
     return torch.cat((angles.cos(), angles.cos()), dim=1), torch.cat((-angles.sin(), angles.sin()), dim=1)
 
 
@@ -238,10 +259,10 @@ class Attention(nn.Module):
         self.v = nn.Linear(config.n_embd, config.n_kv_head * config.head_size, bias=False)
         self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.proj = nn.Linear(config.n_head * config.head_size, config.n_embd, bias=False)
 
     def forward(self, x, rope, cache=None):
-        B, T, D = x.shape
+        B, T, _ = x.shape
         x = self.norm(x)
         q, k, v = (linear(x).view(B, T, -1, self.head_size) for linear in (self.q, self.k, self.v))
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
@@ -255,7 +276,7 @@ class Attention(nn.Module):
         with sdpa_kernel(ATTENTION_BACKENDS[cache is not None:], set_priority=True):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T > 1 and mask is None,
                                                enable_gqa=q.size(1) != k.size(1))
-        return self.proj(y.transpose(1, 2).reshape(B, T, D))
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
@@ -507,11 +528,11 @@ class Transformer(nn.Module):
     def flops_per_token(self):
         """
         FLOPs of one training step per token, forward and backward: 6 a parameter (of the embedding only the head's
-        product), and 6 * n_layer * n_embd * block_size for causal attention, which sees half of the block on average.
+        product), and 6 * n_layer * n_head * head_size * block_size for causal attention, which sees half of the block on average.
         Routing's own are left out on purpose: MFU then compares H = 0, 1 and k as tokens a second do.
         """
         c = self.config
-        return 6 * (c.vocab_size * c.n_embd + self.count_parameters()[1] + c.n_layer * c.n_embd * c.block_size)
+        return 6 * (c.vocab_size * c.n_embd + self.count_parameters()[1] + c.n_layer * c.n_head * c.head_size * c.block_size)
 
     def describe(self):
         c, (embedding, rest) = self.config, self.count_parameters()
@@ -538,7 +559,134 @@ class Transformer(nn.Module):
     @classmethod
     def from_checkpoint(cls, checkpoint, device='cpu'):
         """A model from what train.py saved (the dictionary in OUT/ckpt.pt)."""
-        config = Config(**checkpoint['model_config'] | {'router': 'auto'})  # the router is this machine's matter
-        model = cls(config).to(device)
+        model = cls.empty(Config(**checkpoint['model_config'] | {'router': 'auto'}), device)    # this machine's router
         model.load_state_dict(checkpoint['model'])
         return model
+
+    @classmethod
+    def empty(cls, config, device, dtype=torch.float32):
+        """A model whose parameters hold anything, for weights that are about to be copied in."""
+        with torch.device('meta'):
+            model = cls(config).to(dtype)
+        model.to_empty(device=device)
+        model.cos, model.sin = (table.to(device) for table in rope_tables(config))      # fp32, whatever dtype is
+        return model
+
+    @classmethod
+    def from_pretrained(cls, source, block_size=None, dtype=torch.float32, device='cpu'):
+        """
+        A plain model with the weights of a Llama (2, 3.x) or Qwen3 checkpoint in Hugging Face's layout. source is a folder
+        with config.json and .safetensors files, or OWNER/NAME on the hub (which needs huggingface_hub). block_size: see
+        pretrained_config. Memory: the weights in dtype, and one tensor. ConfigError lists whatever does not fit.
+        """
+        folder = pretrained_folder(source)
+        model = cls.empty(pretrained_config(folder, block_size), device, dtype)
+        copy_pretrained(model, folder)
+        return model
+
+
+# Weights that others have trained.
+
+ARCHITECTURES = ('LlamaForCausalLM', 'Qwen3ForCausalLM')
+HF_NAMES = {'attn.norm': 'input_layernorm', 'attn.q': 'self_attn.q_proj', 'attn.k': 'self_attn.k_proj',
+            'attn.v': 'self_attn.v_proj', 'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
+            'attn.proj': 'self_attn.o_proj', 'mlp.norm': 'post_attention_layernorm', 'mlp.gate': 'mlp.gate_proj',
+            'mlp.up': 'mlp.up_proj', 'mlp.down': 'mlp.down_proj'}
+VOCABULARY = ('model.embed_tokens.weight', 'lm_head.weight')    # a row a token; ours are padded to a round size
+
+
+def hf_name(name):
+    """'blocks.3.attn.q.weight' -> 'model.layers.3.self_attn.q_proj.weight', as Llama and Qwen3 call it."""
+    first, *rest = name.removesuffix('.weight').split('.', 2)
+    if first == 'blocks':
+        return f'model.layers.{rest[0]}.{HF_NAMES[rest[1]]}.weight'
+    return {'wte': 'model.embed_tokens.weight', 'norm': 'model.norm.weight', 'lm_head': 'lm_head.weight'}[first]
+
+
+def pretrained_folder(source):
+    """A folder as it is; OWNER/NAME is downloaded from the hub, into its cache -> Path."""
+    if Path(source).is_dir():
+        return Path(source)
+    if str(source).count('/') != 1 or str(source).startswith(('.', '/')):
+        raise ConfigError(f"{source} is neither a folder nor OWNER/NAME of a repository on the hub")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(f"there is no folder {source}; to download a repository of that name: pip install huggingface_hub")
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=['*.safetensors', '*.json'], ignore_patterns='original/*'))
+    except (OSError, ValueError) as error:      # no network, no such repository, no permission
+        raise ConfigError(f"{source} cannot be downloaded: {str(error).splitlines()[0]}") from error
+
+
+def pretrained_config(folder, block_size=None):
+    """
+    The Config of a checkpoint, from its config.json. block_size defaults to 4,096, or to the checkpoint's longest
+    sequence if that is shorter. ConfigError for what this model cannot compute.
+    """
+    path = Path(folder, 'config.json')
+    def require(ok, problem):
+        if not ok:
+            raise ConfigError(f"{path}: {problem}")
+    require(path.is_file(), "there is no such file; a checkpoint has one beside its .safetensors files")
+    try:
+        hf = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    architecture = (hf.get('architectures') or ['none'])[0]
+    require(architecture in ARCHITECTURES, f"architecture {architecture}: must be {' or '.join(ARCHITECTURES)}")
+    for key, wanted in dict(attention_bias=False, mlp_bias=False, use_sliding_window=False, hidden_act='silu',
+                            quantization_config=None, pretraining_tp=1).items():
+        require(hf.get(key, wanted) == wanted, f"{key} = {hf.get(key)}: only {wanted} is implemented")
+    needed = ('vocab_size', 'max_position_embeddings', 'num_hidden_layers', 'num_attention_heads', 'hidden_size',
+              'intermediate_size', 'rms_norm_eps')
+    missing = [key for key in needed if key not in hf]
+    require(not missing, f"{', '.join(missing)} missing")
+    rope = hf.get('rope_parameters') or hf.get('rope_scaling') or {}        # the first since transformers 5
+    kind = rope.get('rope_type', rope.get('type', 'default'))
+    require(kind in ('default', 'llama3'), f"rope_type {kind!r}: must be 'default' or 'llama3'")
+    missing = [key for key in ROPE_SCALING if kind == 'llama3' and key not in rope]
+    require(not missing, f"rope_type 'llama3' without {', '.join(missing)}")
+    longest = hf['max_position_embeddings']
+    require(block_size is None or block_size <= longest, f"block_size = {block_size}: must be {longest} or less")
+    return Config(
+        vocab_size=hf['vocab_size'], block_size=block_size or min(longest, 4096), n_layer=hf['num_hidden_layers'],
+        n_head=hf['num_attention_heads'], n_kv_head=hf.get('num_key_value_heads') or hf['num_attention_heads'],
+        n_embd=hf['hidden_size'], ffn_dim=hf['intermediate_size'], H=0, head_dim=hf.get('head_dim'),
+        rope_theta=rope.get('rope_theta', hf.get('rope_theta', 1e4)),
+        rope_scaling={key: rope[key] for key in ROPE_SCALING} if kind == 'llama3' else None,
+        norm_eps=hf['rms_norm_eps'], qk_norm=architecture == 'Qwen3ForCausalLM',
+        tie_embeddings=hf.get('tie_word_embeddings', False))
+
+
+@torch.no_grad()
+def copy_pretrained(model, folder):
+    """The checkpoint's tensors into a plain model of its Config, one at a time; ConfigError lists what does not fit."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ConfigError("reading a pretrained checkpoint needs the safetensors package: pip install safetensors")
+    index = Path(folder, 'model.safetensors.index.json')
+    names = json.loads(index.read_text())['weight_map'].values() if index.is_file() else ['model.safetensors']
+    parameters, V = {hf_name(name): p for name, p in model.named_parameters()}, model.config.vocab_size
+    found, wrong = {}, []
+    try:
+        files = [safe_open(Path(folder, name), framework='pt') for name in sorted(set(names))]
+        for file in files:
+            for name in file.keys():
+                p, shape = parameters.get(name), tuple(file.get_slice(name).get_shape())
+                if p is not None:
+                    expected = (V, *p.shape[1:]) if name in VOCABULARY else tuple(p.shape)
+                    wrong += [f"{name} is {shape}, should be {expected}"] * (shape != expected)
+                    found[name] = file
+                elif not (name.endswith('rotary_emb.inv_freq') or name == 'lm_head.weight'):    # tied: the embedding again
+                    wrong.append(f"{name} is unknown")
+        wrong += [f"{name} is missing" for name in parameters.keys() - found.keys()]
+        if wrong:
+            raise ConfigError(f"{folder} does not fit its config.json: {'; '.join(sorted(wrong))}")
+        for name, file in found.items():
+            tensor, p = file.get_tensor(name), parameters[name]
+            p[:len(tensor)].copy_(tensor)
+            p[len(tensor):].zero_()             # the padding rows of the embedding and the head
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{folder}: a .safetensors file is missing or damaged: {error}") from error

@@ -325,6 +325,89 @@ def test_whole_bf16_models_graft_bit_for_bit():
         small_model(2).graft(H=2, delta_blocks=2)
 
 
+# Weights that others trained: tiny models that transformers writes, with random weights.
+
+LLAMA3_ROPE = dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=32)
+PRETRAINED = {'llama': dict(), 'llama3.1': dict(rope_scaling=LLAMA3_ROPE), 'llama3.2': dict(tie_word_embeddings=True),
+              'qwen3': dict(head_dim=16), 'qwen3-tied': dict(head_dim=8, tie_word_embeddings=True)}
+
+
+def pretrained(folder, kind):
+    """Writes such a model to folder, in shards -> transformers' own, to compare with."""
+    transformers = pytest.importorskip('transformers', reason='transformers is not installed')
+    pytest.importorskip('safetensors', reason='safetensors is not installed')
+    name = 'Qwen3' if kind.startswith('qwen3') else 'Llama'
+    shape = dict(vocab_size=75, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+                 num_key_value_heads=2, max_position_embeddings=96, rope_theta=1e3, rms_norm_eps=1e-5)
+    torch.manual_seed(0)
+    model = getattr(transformers, name + 'ForCausalLM')(getattr(transformers, name + 'Config')(**shape | PRETRAINED[kind]))
+    for p in model.parameters():
+        torch.nn.init.normal_(p, mean=float(p.dim() == 1), std=0.2)
+    model.save_pretrained(folder, max_shard_size='30KB')
+    return model.eval()
+
+
+@pytest.mark.parametrize('kind', PRETRAINED)
+def test_pretrained_models_compute_what_transformers_does(tmp_path, kind):
+    theirs, idx = pretrained(tmp_path, kind), tokens(2, 60, vocab_size=75)
+    assert len(list(tmp_path.glob('*.safetensors'))) > 1
+    ours = Transformer.from_pretrained(tmp_path)
+    assert ours.config.block_size == 96 and (ours.config.rope_scaling is not None) == (kind == 'llama3.1')
+    with torch.no_grad():
+        torch.testing.assert_close(ours(idx), theirs(idx).logits, rtol=0, atol=1e-4)
+    greedy = theirs.generate(idx[:1, :8], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(ours.generate(idx[:1, :8], 20, temperature=0), greedy)
+    half = Transformer.from_pretrained(tmp_path, block_size=64, dtype=torch.bfloat16)
+    assert half.config.block_size == 64 and half.cos.dtype == torch.float32
+    assert all(torch.equal(p, q.bfloat16()) for p, q in zip(half.parameters(), ours.parameters()))
+    grafted = ours.graft(H=2, delta_blocks=2)
+    assert torch.equal(grafted(idx), ours(idx))
+    saved = {'model_config': asdict(grafted.config), 'model': grafted.state_dict()}
+    torch.save(saved, tmp_path / 'ckpt.pt')
+    again = Transformer.from_checkpoint(torch.load(tmp_path / 'ckpt.pt', weights_only=True))
+    assert again.config == replace(grafted.config, router='auto') and torch.equal(again(idx), ours(idx))
+
+
+@pytest.mark.parametrize('change, words', [
+    (dict(architectures=['GPT2LMHeadModel']), 'architecture GPT2LMHeadModel: must be LlamaForCausalLM or Qwen3ForCausalLM'),
+    (dict(attention_bias=True), 'attention_bias = True: only False'),
+    (dict(rope_parameters=dict(rope_type='yarn')), "rope_type 'yarn': must be 'default' or 'llama3'"),
+    (dict(rope_parameters=dict(rope_type='llama3')), "rope_type 'llama3' without factor, low_freq_factor"),
+    (dict(num_hidden_layers=4), 'model.layers.3.input_layernorm.weight is missing'),
+    (dict(num_hidden_layers=2), 'model.layers.2.mlp.down_proj.weight is unknown'),
+    (dict(vocab_size=80), 'model.embed_tokens.weight is (75, 32), should be (80, 32)'),
+    (dict(hidden_size=None), 'n_embd = None'),
+])
+def test_a_checkpoint_that_does_not_fit_is_told(tmp_path, change, words):
+    pretrained(tmp_path, 'llama')
+    config = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError) as error:
+        Transformer.from_pretrained(tmp_path)
+    assert words in str(error.value)
+
+
+def test_an_absent_checkpoint_is_told(tmp_path):
+    with pytest.raises(ConfigError, match='neither a folder nor OWNER/NAME'):
+        Transformer.from_pretrained(tmp_path / 'nowhere')
+    with pytest.raises(ConfigError, match='config.json: there is no such file'):
+        Transformer.from_pretrained(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_told(tmp_path):
+    pretrained(tmp_path / 'a', 'qwen3')
+    with pytest.raises(ConfigError, match='block_size = 97: must be 96 or less'):
+        Transformer.from_pretrained(tmp_path / 'a', block_size=97)
+    shard = sorted((tmp_path / 'a').glob('*.safetensors'))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match='missing or damaged'):
+        Transformer.from_pretrained(tmp_path / 'a')
+    shard.unlink()
+    with pytest.raises(ConfigError, match=shard.name):
+        Transformer.from_pretrained(tmp_path / 'a')
+
+
 # The fused kernels, in Triton's interpreter where there is no GPU.
 
 needs_triton = pytest.mark.skipif(kernel is None, reason='Triton is not installed (it exists for Linux only)')
@@ -529,6 +612,39 @@ def test_ranks_file(tmp_path, capsys):
     ranks.write_bytes(b"YQ== 0\n")
     assert "256 single bytes" in complaint(capsys, text, "--name", "b", "--tokenizer", ranks)
     assert "bytes, gpt2, cl100k_base" in complaint(capsys, text, "--name", "b", "--tokenizer", "gpt3")
+
+
+@pytest.mark.parametrize("opener", ["<|endoftext|>", "<|begin_of_text|>"])
+def test_tokenizer_json(tmp_path, capsys, opener):
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=[opener, "<|pad|>"])
+    inner.train_from_iterator(["hello hello \u4e2d\u4e2d"] * 9, trainer)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    text = tmp_path / "a.txt"
+    text.write_text("\n<|endoftext|>\n".join(f"hello {i} \u00e9 {opener}" for i in range(20)))
+    folder = prepare(tmp_path, text, tokenizer=str(tmp_path))       # a pretrained model's folder
+    meta = data.read_meta(folder)
+    e = data.get_tokenizer(meta["tokenizer"], folder)
+    assert meta["tokenizer"].endswith(".json") and meta["vocab_size"] == e.n_vocab == inner.get_vocab_size()
+    assert e.eot_token == inner.token_to_id(opener)
+    for tricky in (ODD, opener, "hello hello"):
+        ids = e.encode_ordinary(tricky)
+        assert b"".join(map(e.decode_single_token_bytes, ids)) == tricky.encode() and e.eot_token not in ids
+    assert len(e.encode_ordinary("hello")) == 1 and e.decode_single_token_bytes(e.eot_token) == opener.encode()
+    both = np.concatenate([stream(folder, s) for s in ("train", "val")])
+    assert (both == e.eot_token).sum() == 20
+    lengths = data.token_bytes(e, 400)
+    assert lengths[e.eot_token] == lengths[1] == 0 and lengths[both].sum() == sum(len(f"hello {i} \u00e9 {opener}".encode()) for i in range(20))
+    with pytest.raises(KeyError):
+        e.decode_single_token_bytes(e.n_vocab)
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    for change, words in ((dict(decoder=None), "not byte-level BPE"), (dict(added_tokens=[]), "no token to open"), (dict(model=1), "not a tok")):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec | change))
+        assert words in complaint(capsys, text, "--name", "b", "--tokenizer", tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("vocab, itemsize, magic", [(65536, 2, 20240520), (65537, 4, 20240801)])
