@@ -42,11 +42,13 @@ def read_checkpoint(run):
     return checkpoint
 
 
-def load_run(run, device):
-    """RUN -> (model in eval mode, the checkpoint's dictionary)."""
+def load_run(run, device, ema=False):
+    """RUN -> (model in eval mode, the checkpoint's dictionary). ema: with the average of the weights."""
     checkpoint = read_checkpoint(run)
+    if ema and not checkpoint.get('ema'):
+        raise EvalError(f"--ema: {run} holds no average of the weights; train.py --ema=0.999 keeps one")
     try:
-        return Transformer.from_checkpoint(checkpoint, device).eval(), checkpoint
+        return Transformer.from_checkpoint(checkpoint, device, 'ema' if ema else 'model').eval(), checkpoint
     except (TypeError, RuntimeError) as error:      # another version's Config, or tensors that do not fit it
         raise EvalError(f"{run}/ckpt.pt does not fit this model.py: {error}") from error
 
@@ -54,7 +56,7 @@ def load_run(run, device):
 def check_tokenizer(checkpoint, folder):
     """A model only means something on tokens of the tokenizer it was trained with: DataError if folder has others."""
     meta, vocab_size = data.read_meta(folder), checkpoint['model_config']['vocab_size']
-    if (meta['tokenizer'], meta['vocab_size']) != (checkpoint['tokenizer'], vocab_size):
+    if meta['tokenizer'] != checkpoint['tokenizer'] or meta['vocab_size'] > vocab_size:     # some models have rows to spare
         raise data.DataError(f"{folder} holds tokens of {meta['tokenizer']} ({meta['vocab_size']} of them), but the "
                              f"checkpoint was trained on {checkpoint['tokenizer']} ({vocab_size})")
 
@@ -154,7 +156,7 @@ def import_pyplot():
 
 def run_losses(run, args, device):
     """RUN -> (its model, checkpoint, validation windows, their indices, their losses)."""
-    model, checkpoint = load_run(run, device)
+    model, checkpoint = load_run(run, device, args.ema)
     windows, indices = validation_windows(model, checkpoint, args)
     with autocast(device, checkpoint['flags']['dtype']):
         losses = window_losses(model, windows, indices, args.batch, device)
@@ -180,7 +182,7 @@ def val(args, device):
 
 
 def sample(args, device):
-    model, checkpoint = load_run(args.run, device)
+    model, checkpoint = load_run(args.run, device, args.ema)
     tokenizer = data.get_tokenizer(checkpoint['tokenizer'], folder_of(checkpoint, args))
     prompt_tokens, block_size = 1 + len(tokenizer.encode_ordinary(args.prompt)), model.config.block_size
     if prompt_tokens > block_size:
@@ -301,7 +303,7 @@ def observe_sites(model, windows, indices, args, device):
 
 
 def probe(args, device):
-    model, checkpoint = load_run(args.run, device)
+    model, checkpoint = load_run(args.run, device, args.ema)
     H = model.config.H
     if H == 0:
         raise EvalError(f"{args.run} is a plain model (H = 0): there is no routing to look at")
@@ -398,6 +400,7 @@ def main(argv=None):
     def add(command, text, windows=None):
         sub = commands.add_parser(command.__name__, help=text)
         sub.set_defaults(command=command)
+        sub.add_argument('--ema', action='store_true', help="take the average of the weights that train.py --ema kept")
         sub.add_argument('--data', help="dataset folder (default: the one the run was trained on)")
         sub.add_argument('--device', choices=('cpu', 'cuda'), default='cuda' if torch.cuda.is_available() else 'cpu')
         if windows is not None:

@@ -303,16 +303,22 @@ class Block(nn.Module):
 
 # The loss.
 
-def chunk_loss(logits, targets, vocab_size):
-    """logits (C, padded V), targets (C,) -> losses (C,) in fp32 and d loss / d logits; both 0 where the target is -1."""
+def chunk_loss(logits, targets, vocab_size, z_loss=0.0):
+    """
+    logits (C, padded V), targets (C,) -> losses (C,) in fp32 and d loss / d logits; both 0 where the target is -1.
+    z_loss: added is z_loss x logsumexp^2, which keeps the logits from drifting (PaLM, Chowdhery et al. 2022, section 5).
+    """
     columns = torch.arange(logits.size(1), device=logits.device, dtype=torch.int32)
     logits32 = torch.where(columns < vocab_size, at_least_fp32(logits), -math.inf)     # padding rows: probability 0
     # In two steps, over 64 pieces of a row and then over the pieces: a piece fits in registers, so it is read once.
     lse = logits32.view(-1, 64, logits.size(1) // 64).logsumexp(-1).logsumexp(-1, keepdim=True)
     target = targets.clamp(min=0)[:, None]
     keep = (targets >= 0)[:, None]
-    losses = torch.where(keep, lse - logits32.gather(1, target), 0.0)
-    grad = ((logits32 - lse).exp() - (columns == target.int()).to(lse.dtype)) * keep
+    losses, probabilities = lse - logits32.gather(1, target), (logits32 - lse).exp()
+    if z_loss:
+        losses, probabilities = losses + z_loss * lse.square(), probabilities * (1 + 2 * z_loss * lse)
+    losses = torch.where(keep, losses, 0.0)
+    grad = (probabilities - (columns == target.int()).to(lse.dtype)) * keep
     return losses[:, 0], grad.to(logits.dtype)
 
 
@@ -328,13 +334,13 @@ class LinearCrossEntropy(torch.autograd.Function):
     CHUNK = 8192    # tokens
 
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, with_grad, chunk_loss):
+    def forward(ctx, x, weight, targets, vocab_size, z_loss, with_grad, chunk_loss):
         w = weight.to(x.dtype)
         dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if with_grad else (None, None)
         losses = []
         for start in range(0, x.size(0), LinearCrossEntropy.CHUNK):
             rows = slice(start, start + LinearCrossEntropy.CHUNK)
-            chunk_losses, dlogits = chunk_loss(x[rows] @ w.T, targets[rows], vocab_size)
+            chunk_losses, dlogits = chunk_loss(x[rows] @ w.T, targets[rows], vocab_size, z_loss)
             losses.append(chunk_losses)
             if with_grad:
                 dx[rows] = dlogits @ w
@@ -346,7 +352,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dlosses):
         dx, dw = ctx.saved_tensors
         scale = dlosses[0]      # in fp32: rounded to dx's dtype, 1 / tokens would be off by up to 0.4 %
-        return (at_least_fp32(dx) * scale).to(dx.dtype), dw * scale, None, None, None, None
+        return (at_least_fp32(dx) * scale).to(dx.dtype), dw * scale, None, None, None, None, None
 
 
 # The model.
@@ -368,6 +374,7 @@ class Transformer(nn.Module):
         if config.H > 0:    # last, so that all H of one seed start from the same weights
             self.add_routing()
         self.checkpoint_sublayers = False   # recompute each sublayer in backward instead of keeping its activations
+        self.z_loss = 0.0                   # of the training loss, see chunk_loss
         self.chunk_loss = chunk_loss        # replaced by a compiled one in compile_parts
 
     def add_routing(self):
@@ -447,8 +454,8 @@ class Transformer(nn.Module):
         """
         idx (B, T) token ids -> logits (B, T, V).
 
-        With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead; reduction='none' gives all losses
-        (B, T), 0 where ignored, and no gradient. `caches`, one KVCache a layer, lets idx go on where they end.
+        With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead, plus the z-loss if it is on and there is
+        a gradient to take; reduction='none' gives all cross-entropies (B, T), 0 where ignored, and no gradient. `caches`, one KVCache a layer, lets idx go on where they end.
         """
         length = idx.size(1) + (len(caches[0]) if caches else 0)
         if length > self.config.block_size:
@@ -461,7 +468,7 @@ class Transformer(nn.Module):
             return F.linear(x, weight)[..., :self.config.vocab_size]
         with_grad = torch.is_grad_enabled() and reduction == 'mean'
         losses = LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), self.config.vocab_size,
-                                          with_grad, self.chunk_loss)
+                                          self.z_loss if with_grad else 0.0, with_grad, self.chunk_loss)
         if reduction == 'none':
             return losses.detach().view(targets.shape)
         return losses.sum() / (targets >= 0).sum()
@@ -511,11 +518,11 @@ class Transformer(nn.Module):
                 block.mlp.compile()
         return whole
 
-    def parameter_groups(self, weight_decay):
+    def parameter_groups(self, weight_decay, decay_embedding=True):
         """For AdamW: matrices decay; norm weights and all of the routing (vectors, a row a site) do not."""
-        groups = {True: [], False: []}
+        groups, spared = {True: [], False: []}, ['queries', 'gains'] + ['wte.weight'] * (not decay_embedding)
         for name, p in self.named_parameters():
-            groups[p.dim() == 2 and name not in ('queries', 'gains')].append(p)
+            groups[p.dim() == 2 and name not in spared].append(p)
         return [{'params': groups[True], 'weight_decay': weight_decay}, {'params': groups[False], 'weight_decay': 0.0}]
 
     def count_parameters(self):
@@ -557,10 +564,10 @@ class Transformer(nn.Module):
         return model
 
     @classmethod
-    def from_checkpoint(cls, checkpoint, device='cpu'):
-        """A model from what train.py saved (the dictionary in OUT/ckpt.pt)."""
+    def from_checkpoint(cls, checkpoint, device='cpu', weights='model'):
+        """A model from what train.py saved (the dictionary in OUT/ckpt.pt); weights='ema' takes their average."""
         model = cls.empty(Config(**checkpoint['model_config'] | {'router': 'auto'}), device)    # this machine's router
-        model.load_state_dict(checkpoint['model'])
+        model.load_state_dict(checkpoint[weights])
         return model
 
     @classmethod

@@ -203,20 +203,24 @@ def test_padding_rows_are_never_sampled_nor_trained():
     assert torch.equal(model(tokens(2, 20), tokens(2, 20, seed=1)), reference)
 
 
-@pytest.mark.parametrize('tie_embeddings', [True, False])
-def test_chunked_loss_equals_cross_entropy_in_value_and_every_gradient(monkeypatch, tie_embeddings):
+@pytest.mark.parametrize('tie_embeddings, z_loss', [(True, 0.0), (False, 0.0), (True, 0.1)])
+def test_chunked_loss_equals_cross_entropy_in_value_and_every_gradient(monkeypatch, tie_embeddings, z_loss):
     monkeypatch.setattr(mhar.LinearCrossEntropy, 'CHUNK', 7)        # 40 tokens: five chunks and a rest
     model, idx, targets = small_model(tie_embeddings=tie_embeddings), tokens(2, 20), tokens(2, 20, seed=1)
     targets[0, 3:11] = -1                                           # one chunk is ignored nearly whole
+    model.z_loss = z_loss
     loss = model(idx, targets)
-    reference = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    cross_entropy = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    reference = cross_entropy + z_loss * model(idx).logsumexp(-1)[targets >= 0].square().mean()
     torch.testing.assert_close(loss, reference, rtol=1e-13, atol=0)
     for (name, p), got, want in zip(model.named_parameters(), torch.autograd.grad(3 * loss, model.parameters()),
                                     torch.autograd.grad(3 * reference, model.parameters())):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12, msg=name)
     every = model(idx, targets, reduction='none')
     assert every.shape == (2, 20) and (every[0, 3:11] == 0).all()
-    torch.testing.assert_close(every.sum() / 32, reference)
+    torch.testing.assert_close(every.sum() / 32, cross_entropy)
+    with torch.no_grad():
+        torch.testing.assert_close(model(idx, targets), cross_entropy)
 
 
 @pytest.mark.parametrize('form', FORMS[::2], ids=str)
@@ -333,12 +337,12 @@ PRETRAINED = {'llama': dict(), 'llama3.1': dict(rope_scaling=LLAMA3_ROPE), 'llam
               'qwen3': dict(head_dim=16), 'qwen3-tied': dict(head_dim=8, tie_word_embeddings=True)}
 
 
-def pretrained(folder, kind):
+def pretrained(folder, kind, vocab_size=75):
     """Writes such a model to folder, in shards -> transformers' own, to compare with."""
     transformers = pytest.importorskip('transformers', reason='transformers is not installed')
     pytest.importorskip('safetensors', reason='safetensors is not installed')
     name = 'Qwen3' if kind.startswith('qwen3') else 'Llama'
-    shape = dict(vocab_size=75, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+    shape = dict(vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
                  num_key_value_heads=2, max_position_embeddings=96, rope_theta=1e3, rms_norm_eps=1e-5)
     torch.manual_seed(0)
     model = getattr(transformers, name + 'ForCausalLM')(getattr(transformers, name + 'Config')(**shape | PRETRAINED[kind]))
@@ -1005,7 +1009,7 @@ def test_the_same_batches_whatever_H(text_data, tmp_path):
     assert len({tuple(losses(log)) for log in logs}) == 3
 
 
-@pytest.mark.parametrize('form', [['--H=0'], ['--H=2'], ['--H=2', '--delta_blocks=2']], ids=str)
+@pytest.mark.parametrize('form', [['--H=0'], ['--H=2'], ['--H=2', '--delta_blocks=2', '--ema=0.9']], ids=str)
 def test_resume_continues_bit_for_bit(text_data, tmp_path, form):
     whole, halves = tmp_path / 'whole', tmp_path / 'halves'
     log = run_train(text_data, whole, *form, '--steps=8')
@@ -1017,7 +1021,7 @@ def test_resume_continues_bit_for_bit(text_data, tmp_path, form):
     resumed = run_train(text_data, halves, '--resume')
     assert losses(resumed) == losses(log) and losses(resumed, 'final') == losses(log, 'final')
     a, b = checkpoint(whole), checkpoint(halves)
-    assert all(same(a[key], b[key]) for key in ('model', 'optimizer', 'position', 'batch_hash', 'step'))
+    assert all(same(a[key], b[key]) for key in ('model', 'ema', 'optimizer', 'position', 'batch_hash', 'step'))
     assert torch.equal(b['rng'], saved['rng'])
 
 
@@ -1061,7 +1065,7 @@ def test_two_processes_equal_one(text_data, tmp_path):
 
 def test_a_killed_process_ends_the_others_and_any_number_goes_on(text_data, tmp_path, capsys):
     """Two processes, of which one dies; then two under FSDP; then one: together as one process in one go."""
-    flags = ['--steps=10', '--save_interval=4', '--eval_windows=7']
+    flags = ['--steps=10', '--save_interval=4', '--eval_windows=7', '--ema=0.9']
     one = run_train(text_data, tmp_path / 'one', *flags)
     out = tmp_path / 'run'
     (tmp_path / 'dying.py').write_text(f"""
@@ -1085,8 +1089,11 @@ train.main()
     assert checkpoint(out)['step'] == 4
     sharded = two('--resume', '--fsdp', '--stop_at=8')
     assert sharded.returncode == 0, sharded.stderr
-    assert checkpoint(out)['step'] == 8 and same(list(checkpoint(out)['model']), list(checkpoint(tmp_path / 'one')['model']))
+    assert checkpoint(out)['step'] == 8
     rest = run_train(text_data, out, '--resume', *flags)
+    for weights in ('model', 'ema'):
+        for (name, p), (other, q) in zip(*(checkpoint(run)[weights].items() for run in (out, tmp_path / 'one'))):
+            assert name == other and (p - q).norm() < 1e-2 * q.norm()
     assert losses(rest) == pytest.approx(losses(one), abs=1e-4)
     assert losses(rest, 'val') == pytest.approx(losses(one, 'val'), abs=1e-4)
     assert checkpoint(out)['batch_hash'] == checkpoint(tmp_path / 'one')['batch_hash']
@@ -1193,6 +1200,12 @@ def test_flags_take_every_usual_form():
     (['--steps=1.5'], "invalid whole number value: '1.5'"),
     (['--preset=7b'], "preset = '7b': must be one of tiny, 100m, 350m, 1b"),
     (['--H=3'], 'H = 3: must be 0 or a divisor of n_embd'),
+    (['--graft'], '--graft cannot apply: there is no --init_from'),
+    (['--init_from=a/b/c'], 'a/b/c is neither a folder nor OWNER/NAME'),
+    (['--init_from=a', '--preset=tiny'], '--preset cannot apply: the shape is that of --init_from'),
+    (['--init_from=a', '--n_embd=64'], '--n_embd cannot apply: the shape is that of --init_from'),
+    (['--ema=1'], 'ema = 1.0: must be 0 or more and below 1'),
+    (['--z_loss=-1'], 'z_loss = -1.0: must be 0 or more'),
     (['--H=0', '--delta_blocks=2'], 'delta_blocks = 2: must be 0 where H = 0'),
     (['--H=0', '--query_init_std=0.02'], '--query_init_std cannot apply'),
     (['--steps=10', '--tokens=10'], 'give one'),
@@ -1224,8 +1237,65 @@ def test_decay_falls_on_matrices_only():
     names = {id(p): name for name, p in model.named_parameters()}
     assert len(decayed) + len(rest) == len(names)
     assert [group['weight_decay'] for group in model.parameter_groups(0.1)] == [0.1, 0.0]
+    assert len(model.parameter_groups(0.1, decay_embedding=False)[0]['params']) == len(decayed) - 1
     assert {names[id(p)].split('.')[-2] for p in decayed} == {'wte', 'q', 'k', 'v', 'proj', 'gate', 'up', 'down'}
     assert {'queries', 'gains'} < {names[id(p)] for p in rest}
+
+
+# Training on from weights that there are.
+
+def train_on(text_data, out, init_from, *flags):
+    train.main([f'--data={text_data}', f'--out={out}', f'--init_from={init_from}', '--batch=8', '--micro_batch=8',
+                '--eval_windows=8', '--log_interval=1', *flags])
+    return evaluation.read_log(out)
+
+
+def test_a_run_is_grafted_and_its_control_sees_the_same_batches(text_data, runs, tmp_path, capsys):
+    base = checkpoint(runs[0])
+    control = train_on(text_data, tmp_path / 'control', runs[0], '--steps=6')
+    grafted = train_on(text_data, tmp_path / 'graft', runs[0], '--steps=6', '--graft', '--delta_blocks=2')
+    flags, config = grafted[0]['flags'], grafted[0]['model_config']
+    assert (flags['min_lr'], flags['weight_decay'], flags['z_loss'], flags['ema'], flags['preset']) == (0.01, 0.05, 1e-4, 0.999, None)
+    assert (config['H'], config['delta_blocks'], config['n_embd']) == (2, 2, 32) and control[0]['model_config']['H'] == 0
+    assert [r['batch_hash'] for r in control if r['kind'] == 'train'] == [r['batch_hash'] for r in grafted if r['kind'] == 'train']
+    assert losses(control)[0] == losses(grafted)[0], "the first loss is the base's"
+    gates = checkpoint(tmp_path / 'graft')['model']['gates']
+    assert gates.abs().max() > 0
+    train_on(text_data, tmp_path / 'half', runs[0], '--steps=6', '--stop_at=3', '--graft', '--delta_blocks=2')
+    train.main(['--resume', f'--out={tmp_path}/half'])
+    assert same(checkpoint(tmp_path / 'half')['ema'], checkpoint(tmp_path / 'graft')['ema'])
+    one = train_on(text_data, tmp_path / 'one', runs[0], '--steps=1', '--ema=0.75')
+    saved = checkpoint(tmp_path / 'one')
+    for name, p in saved['ema'].items():
+        torch.testing.assert_close(p, 0.75 * base['model'][name] + 0.25 * saved['model'][name], rtol=1e-6, atol=1e-7)
+    capsys.readouterr()
+    evaluation.main(['val', str(tmp_path / 'one'), '--windows=8'])
+    evaluation.main(['val', str(tmp_path / 'one'), '--windows=8', '--ema'])
+    raw, average = capsys.readouterr().out.strip().splitlines()
+    assert f"{one[-1]['val_loss']:.4f}" in raw and raw != average
+    for argv, words in ((['val', runs[0], '--ema'], 'holds no average'), (['probe', str(tmp_path / 'graft')], 'delta form')):
+        with pytest.raises(SystemExit):
+            evaluation.main(argv)
+        assert words in capsys.readouterr().err
+    for flags, words in (([f'--init_from={runs[1]}', '--graft'], 'needs a plain model (H = 0), and'),
+                         ([f'--init_from={runs[0]}', '--graft', '--delta_blocks=0'], 'must be 1 or more with --graft'),
+                         ([f'--init_from={runs[0]}', '--H=2'], '--H cannot apply: without --graft'),
+                         ([f'--init_from={runs[0]}', '--block_size=8'], '--block_size cannot apply')):
+        assert words in refused(capsys, *flags, f'--out={tmp_path}/never', f'--data={text_data}')
+
+
+def test_a_pretrained_model_is_trained_on(text_data, tmp_path, capsys):
+    pretrained(tmp_path / 'small', 'qwen3')
+    assert 'holds 257 different tokens, but the model knows 75' in refused(
+        capsys, f'--init_from={tmp_path}/small', f'--data={text_data}', f'--out={tmp_path}/never')
+    pretrained(tmp_path / 'hf', 'llama3.1', vocab_size=300)        # more rows than the tokenizer has tokens
+    log = train_on(text_data, tmp_path / 'run', tmp_path / 'hf', '--steps=4', '--graft', '--delta_blocks=3', '--block_size=64')
+    assert log[0]['model_config']['block_size'] == 64 and log[0]['model_config']['vocab_size'] == 300
+    evaluation.main(['val', str(tmp_path / 'run'), '--windows=4', '--ema'])
+    evaluation.main(['sample', str(tmp_path / 'run'), '--tokens=8'])
+    (tmp_path / 'hf/tokenizer.json').write_text('{}')
+    assert 'not of the model' in refused(capsys, f'--init_from={tmp_path}/hf', f'--data={text_data}', f'--out={tmp_path}/never')
+    assert not (tmp_path / 'never').exists()
 
 
 # Evaluation.

@@ -7,11 +7,13 @@ Train a plain (H=0), AttnRes (H=1) or MHAR (H=k) Transformer.
     torchrun --nproc_per_node=8 train.py --preset 1b ...    the same step, cut over 8 GPUs
     torchrun --nproc_per_node=8 train.py --fsdp ...         and the weights and AdamW's state as well: for what one GPU
                                                             cannot hold
+    python train.py --init_from DIR --graft ...             put MHAR onto a trained model, and train on
     python train.py ... --resume                            go on from OUT/ckpt.pt, bit for bit
 
 Writes OUT/ckpt.pt (torch.load(weights_only=True) reads it) and OUT/log.jsonl, one record a line. Ctrl-C saves and exits.
 """
 import argparse
+import copy
 import difflib
 import importlib.util
 import inspect
@@ -39,16 +41,20 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import data
 from eval import (EvalError, autocast, bytes_per_token, check_tokenizer, make_printable, read_checkpoint, read_log,
                   sample_text, uses_bf16, window_losses)
-from model import PRESETS, Config, ConfigError, Transformer, triton_runs
+from model import PRESETS, Config, ConfigError, Transformer, pretrained_config, pretrained_folder, triton_runs
 
 
 @dataclass
 class Flags:
-    preset: str = 'tiny'                    # shape and recipe: tiny, 100m, 350m or 1b
+    preset: Optional[str] = 'tiny'          # shape and recipe: tiny, 100m, 350m or 1b
+    init_from: Optional[str] = None         # instead: trained weights, with the recipe for training them on (MIDTRAIN):
+                                            # a Llama or Qwen3 checkpoint (folder or OWNER/NAME), or a RUN of train.py
+    graft: bool = False                     # put depth routing onto these weights, in delta form
     data: str = 'data/stdlib'               # a dataset folder made by data.py
     out: Optional[str] = None               # where ckpt.pt and log.jsonl go; default out/[DATASET-]PRESET-H<H>
     resume: bool = False                    # go on from OUT/ckpt.pt
@@ -56,7 +62,8 @@ class Flags:
     seed: int = 1337                        # of the weights and of the order of the batches
 
     H: int = -1                             # routing heads: 0 plain, 1 AttnRes, k MHAR, -1 = n_kv_head
-    delta_blocks: int = 0                   # 0: reads replace the running sum; k: they are added to it (delta form)
+    delta_blocks: Optional[int] = None      # k: reads are added to the running sum (delta form); 0: they replace it;
+                                            # default 0, with --graft 8
     query_init_std: float = 0.0             # of the routing queries at the start; 0 = the plain Transformer
     router: str = 'auto'                    # what computes the reads: auto, eager, fused or fused_simple
     block_size: Optional[int] = None        # these seven: the preset's, where not given
@@ -73,8 +80,12 @@ class Flags:
     tokens: Optional[int] = None            # instead of --steps
     lr: Optional[float] = None              # peak learning rate; default the preset's
     warmup: Optional[int] = None            # steps; default a tenth of --steps, 1,000 at most
-    min_lr: float = 0.1                     # where the cosine ends, as a fraction of lr
-    weight_decay: float = 0.1               # of matrices; vectors do not decay
+    min_lr: Optional[float] = None          # where the cosine ends, as a fraction of lr; default the recipe's
+    weight_decay: Optional[float] = None    # of matrices; vectors do not decay; default the recipe's
+    decay_embedding: Optional[bool] = None  # whether the embedding does; default the recipe's
+    z_loss: Optional[float] = None          # x logsumexp^2 is added to the training loss; default the recipe's
+    ema: Optional[float] = None             # decay a step of an average of the weights, saved too (eval.py --ema);
+                                            # 0 = none; default the recipe's
     beta1: float = 0.9                      # AdamW's
     beta2: float = 0.95
     clip: float = 1.0                       # largest gradient norm; 0 = no clipping
@@ -93,12 +104,16 @@ class Flags:
 
 
 # What the paper trains with (its recipe section): lr 1e-3 for all sizes, 20,000 steps. micro_batch suits 80 GB.
+SCRATCH = dict(min_lr=0.1, weight_decay=0.1, decay_embedding=True, z_loss=0.0, ema=0.0)
 RECIPES = {
-    'tiny': dict(batch=16, micro_batch=16, steps=400, lr=3e-3),
-    '100m': dict(batch=64, micro_batch=32, steps=20_000, lr=1e-3),
-    '350m': dict(batch=32, micro_batch=16, steps=20_000, lr=1e-3),
-    '1b': dict(batch=32, micro_batch=8, steps=20_000, lr=1e-3),
+    'tiny': SCRATCH | dict(batch=16, micro_batch=16, steps=400, lr=3e-3),
+    '100m': SCRATCH | dict(batch=64, micro_batch=32, steps=20_000, lr=1e-3),
+    '350m': SCRATCH | dict(batch=32, micro_batch=16, steps=20_000, lr=1e-3),
+    '1b': SCRATCH | dict(batch=32, micro_batch=8, steps=20_000, lr=1e-3),
 }
+# With --init_from: the paper's mid-training of an 8B model, 1.05M tokens a step at 4,096 tokens a sequence.
+MIDTRAIN = dict(min_lr=0.01, weight_decay=0.05, decay_embedding=False, z_loss=1e-4, ema=0.999,
+                batch=256, micro_batch=1, steps=9_500, lr=4e-4)
 SHAPE = ('block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim', 'rope_theta')
 MAY_CHANGE_ON_RESUME = {'resume', 'out', 'data', 'steps', 'tokens', 'micro_batch', 'compile', 'checkpoint_sublayers',
                         'log_interval', 'eval_interval', 'eval_windows', 'save_interval', 'stop_at', 'max_minutes',
@@ -149,20 +164,50 @@ def parse_flags(argv):
     return Flags(**vars(given)), set(vars(given))
 
 
-def complete(flags, given, world):
-    """Fills in what follows from the preset, and refuses what cannot apply."""
-    if flags.preset not in RECIPES:
-        raise ConfigError(f"preset = {flags.preset!r}: must be one of {', '.join(RECIPES)}")
-    recipe = RECIPES[flags.preset]
+def starting_point(flags, given):
+    """-> (flags, the Config that they change): the preset's, or that of the weights to start from."""
+    def refuse(names, why):
+        for name in names:
+            if name in given:
+                raise ConfigError(f"--{name} cannot apply: {why}")
+    if not flags.init_from:
+        refuse(['graft'], "there is no --init_from to graft onto")
+        if flags.preset not in RECIPES:
+            raise ConfigError(f"preset = {flags.preset!r}: must be one of {', '.join(RECIPES)}")
+        return flags, PRESETS[flags.preset]
+    refuse(['preset', *SHAPE[1:]], "the shape is that of --init_from")
+    if is_run(flags.init_from):
+        refuse(['block_size'], "the shape is that of --init_from")
+        config = Config(**read_checkpoint(flags.init_from)['model_config'])
+    else:
+        config = pretrained_config(pretrained_folder(flags.init_from), flags.block_size)
+    if flags.graft:
+        if config.H > 0:
+            raise ConfigError(f"--graft needs a plain model (H = 0), and {flags.init_from} has H = {config.H}")
+        if flags.delta_blocks == 0:
+            raise ConfigError("delta_blocks = 0: must be 1 or more with --graft, which keeps the running sum")
+        return replace(flags, preset=None, delta_blocks=flags.delta_blocks or 8), config
+    refuse(['H', 'delta_blocks', 'query_init_std'], "without --graft the model stays what it is")
+    return replace(flags, preset=None, H=config.H, delta_blocks=config.delta_blocks,
+                   query_init_std=config.query_init_std), config
+
+
+def is_run(folder):
+    return Path(folder, 'ckpt.pt').exists()
+
+
+def complete(flags, base, given, world):
+    """Fills in what follows from the recipe and from the Config that the flags change, and refuses what cannot apply."""
+    recipe = MIDTRAIN if flags.init_from else RECIPES[flags.preset]
     changed = {name: getattr(flags, name) for name in SHAPE if getattr(flags, name) is not None}
-    shape = replace(PRESETS[flags.preset], H=flags.H, delta_blocks=flags.delta_blocks, **changed)   # checks itself
-    flags = replace(flags, H=shape.H, **{name: getattr(shape, name) for name in SHAPE},
+    shape = replace(base, H=flags.H, delta_blocks=flags.delta_blocks or 0, **changed)       # a Config, which checks itself
+    flags = replace(flags, H=shape.H, delta_blocks=shape.delta_blocks, **{name: getattr(shape, name) for name in SHAPE},
                     **{name: value for name, value in recipe.items() if getattr(flags, name) is None})
     least = dict(tokens=1, steps=1, batch=1, micro_batch=1, log_interval=1, save_interval=1, stop_at=1, seed=0, warmup=0,
                  eval_interval=0, eval_windows=0, lr=0, min_lr=0, clip=0, weight_decay=0, max_minutes=0,
-                 query_init_std=0, beta1=0, beta2=0)
+                 query_init_std=0, beta1=0, beta2=0, ema=0, z_loss=0)
     for name, low in least.items():
-        value, high = getattr(flags, name), 1 if name in ('beta1', 'beta2') else math.inf
+        value, high = getattr(flags, name), 1 if name in ('beta1', 'beta2', 'ema') else math.inf
         if value is not None and not low <= value < high:
             raise ConfigError(f"{name} = {value}: must be {low} or more{' and below 1' if high == 1 else ''}")
     if flags.tokens is not None:
@@ -191,11 +236,11 @@ def complete(flags, given, world):
                           f"micro_batch x processes = {flags.micro_batch} x {world}")
     dataset = '' if Path(flags.data) == Path(Flags.data) else Path(flags.data).name + '-'
     form = f'H{flags.H}' + (f'-delta{flags.delta_blocks}' if flags.delta_blocks else '')
-    flags.out = flags.out or f'out/{dataset}{flags.preset}-{form}'
+    flags.out = flags.out or f'out/{dataset}{flags.preset or Path(flags.init_from).name}-{form}'
     return flags
 
 
-def merge_with_saved(flags, given, saved, world):
+def merge_with_saved(flags, given, saved, config, world):
     """
     On --resume the run keeps its own flags. Those that leave the batches and the recipe alone may change; so may the
     length, and then all that follows from it and was not given again is planned anew.
@@ -207,7 +252,7 @@ def merge_with_saved(flags, given, saved, world):
     if given & {'steps', 'tokens'}:
         kept |= {name: None for name in ('steps', 'tokens', 'warmup', 'eval_interval', 'save_interval')
                  if name not in given}
-    merged = complete(replace(flags, **kept), given, world)
+    merged = complete(replace(flags, **kept), Config(**config), given, world)
     for name in sorted(given - MAY_CHANGE_ON_RESUME):
         if getattr(merged, name) != saved[name]:
             raise ConfigError(f"--{name}={getattr(merged, name)} cannot apply with --resume: the run has {saved[name]}")
@@ -348,6 +393,7 @@ class Run:
     device: torch.device
     meta: dict                  # the dataset's meta.json
     model: Transformer
+    ema: Optional[Transformer]  # the average of its weights, if it is asked for
     optimizer: torch.optim.Optimizer
     loader: data.Loader
     val: data.Windows
@@ -375,7 +421,7 @@ class Run:
 def open_run(flags, given, world):
     """-> (complete flags, the checkpoint to go on from or None), after checking that OUT may be written."""
     if not flags.resume:
-        flags = complete(flags, given, world)
+        flags = complete(*starting_point(flags, given), given, world)
         out = Path(flags.out)
         if out.exists() and not out.is_dir():
             raise ConfigError(f"--out={out} is a file: must be a folder")
@@ -387,9 +433,39 @@ def open_run(flags, given, world):
         return flags, None
     if flags.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
-    flags.out = flags.out or complete(flags, given, world).out
+    flags.out = flags.out or complete(*starting_point(flags, given), given, world).out
     saved = read_checkpoint(flags.out)
-    return merge_with_saved(flags, given, saved['flags'], world), saved
+    return merge_with_saved(flags, given, saved['flags'], saved['model_config'], world), saved
+
+
+def check_pretrained_tokenizer(folder, dataset, meta):
+    """DataError if the dataset is not of the tokenizer.json beside a model's weights, or has tokens it does not know."""
+    tokenizer, vocab_size = folder / 'tokenizer.json', pretrained_config(folder).vocab_size
+    if tokenizer.exists() and meta['tokenizer'] != data.file_tokenizer_name(tokenizer):
+        raise data.DataError(f"{dataset} holds tokens of {meta['tokenizer']}, and not of the model's tokenizer: "
+                             f"python data.py ... --tokenizer {tokenizer} makes a dataset that does")
+    if meta['vocab_size'] > vocab_size:
+        raise data.DataError(f"{dataset} holds {meta['vocab_size']} different tokens, but the model knows {vocab_size}")
+
+
+def initial_model(flags, saved, meta, device):
+    """With the checkpoint's weights, those to start from, or random ones; the data must be of their tokenizer."""
+    source = read_checkpoint(flags.init_from) if flags.init_from and not saved and is_run(flags.init_from) else saved
+    if source:
+        check_tokenizer(source, flags.data)
+        model = Transformer.from_checkpoint(source, device)
+    elif flags.init_from:
+        folder = pretrained_folder(flags.init_from)
+        check_pretrained_tokenizer(folder, flags.data, meta)
+        model = Transformer.from_pretrained(folder, flags.block_size, device=device)
+    else:
+        config = replace(PRESETS[flags.preset], vocab_size=meta['vocab_size'], H=flags.H, delta_blocks=flags.delta_blocks,
+                         query_init_std=flags.query_init_std, **{name: getattr(flags, name) for name in SHAPE})
+        model = Transformer(config).to(device)
+    if flags.graft and not saved:
+        model = model.graft(flags.H, flags.delta_blocks, flags.query_init_std)
+    model.config.router = flags.router
+    return model
 
 
 def start(flags, saved, rank, world, device):
@@ -400,21 +476,19 @@ def start(flags, saved, rank, world, device):
     if world > 1:
         dist.barrier()      # rank 0 writes to OUT from here on, so everybody must have looked before
     meta = data.read_meta(flags.data)
-    if saved:
-        check_tokenizer(saved, flags.data)
-    config = Config(vocab_size=meta['vocab_size'], H=flags.H, delta_blocks=flags.delta_blocks,
-                    query_init_std=flags.query_init_std, router=flags.router, **{name: getattr(flags, name) for name in SHAPE})
     torch.manual_seed(flags.seed)
-    model = Transformer(config).to(device)
-    if saved:
-        model.load_state_dict(saved['model'])
+    model = initial_model(flags, saved, meta, device)
+    model.checkpoint_sublayers, model.z_loss, config = flags.checkpoint_sublayers, flags.z_loss, model.config
     description = describe(model, flags, device)
-    model.checkpoint_sublayers = flags.checkpoint_sublayers
+    ema = copy.deepcopy(model).requires_grad_(False) if flags.ema else None
+    if saved and ema:
+        ema.load_state_dict(saved['ema'])
     if flags.fsdp:
-        shard(model)
-    optimizer = torch.optim.AdamW(model.parameter_groups(flags.weight_decay), lr=flags.lr,
+        for part in [model, ema] if ema else [model]:
+            shard(part)
+    optimizer = torch.optim.AdamW(model.parameter_groups(flags.weight_decay, flags.decay_embedding), lr=flags.lr,
                                   betas=(flags.beta1, flags.beta2), eps=1e-8, fused=True)
-    run = Run(flags, rank, world, device, meta, model, optimizer,
+    run = Run(flags, rank, world, device, meta, model, ema, optimizer,
               loader=data.Loader(data.Windows(flags.data, 'train', config.block_size), flags.seed, rank, world),
               val=data.Windows(flags.data, 'val', config.block_size), val_indices=[])
     run.val_indices = data.fixed_windows(run.val, flags.eval_windows)
@@ -483,11 +557,12 @@ def save(run, batch_hash):
         stop_non_finite(run, "the weights are no longer finite")
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)    # all processes gather, for rank 0
     model = get_model_state_dict(run.model, options=whole)
+    ema = get_model_state_dict(run.ema, options=whole) if run.ema else None
     optimizer = get_optimizer_state_dict(run.model, run.optimizer, options=whole)
     if run.rank == 0:
         save_checkpoint(Path(run.flags.out, 'ckpt.pt'), {
             'step': run.step, 'tokens': run.step * run.flags.batch * run.flags.block_size,
-            'model': model, 'optimizer': optimizer, 'rng': torch.get_rng_state(),
+            'model': model, 'ema': ema, 'optimizer': optimizer, 'rng': torch.get_rng_state(),
             'position': run.loader.position, 'batch_hash': batch_hash, 'flags': asdict(run.flags),
             'model_config': asdict(run.model.config), 'tokenizer': run.meta['tokenizer'],
             'fingerprint': run.fingerprint})
@@ -524,6 +599,9 @@ def train_step(run, model):
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
+    if run.ema:
+        average, weights = ([local(p) for p in model.parameters()] for model in (run.ema, run.model))
+        get_ema_multi_avg_fn(flags.ema)(average, weights, None)
     run.step += 1
     return loss_sum, norm
 
