@@ -95,8 +95,9 @@ class JsonTokenizer:
 
 
 def get_tokenizer(name, folder=None):
-    """name: 'bytes', 'gpt2', 'cl100k_base', the path of a ranks file or of a tokenizer.json or its folder,
-    or a file's name in `folder`. Returns a tiktoken.Encoding or a JsonTokenizer. DataError if there is no such tokenizer or it cannot be had."""
+    """name: 'bytes', 'gpt2', 'cl100k_base', the path of a ranks file, of a tokenizer.json or of its folder,
+    or the name of such a file in `folder`. Returns a tiktoken.Encoding or a JsonTokenizer. DataError if
+    there is no such tokenizer or it cannot be had."""
     if name == "bytes":
         # The pattern takes any 64 characters: with no merges the cut does not matter, only the speed.
         ranks = {bytes([b]): b for b in range(256)}

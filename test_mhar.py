@@ -1065,7 +1065,7 @@ def test_two_processes_equal_one(text_data, tmp_path):
 
 def test_a_killed_process_ends_the_others_and_any_number_goes_on(text_data, tmp_path, capsys):
     """Two processes, of which one dies; then two under FSDP; then one: together as one process in one go."""
-    flags = ['--steps=10', '--save_interval=4', '--eval_windows=7', '--ema=0.9']
+    flags = ['--steps=10', '--save_interval=4', '--eval_windows=9', '--ema=0.9']
     one = run_train(text_data, tmp_path / 'one', *flags)
     out = tmp_path / 'run'
     (tmp_path / 'dying.py').write_text(f"""

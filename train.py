@@ -175,9 +175,9 @@ def starting_point(flags, given):
         if flags.preset not in RECIPES:
             raise ConfigError(f"preset = {flags.preset!r}: must be one of {', '.join(RECIPES)}")
         return flags, PRESETS[flags.preset]
-    refuse(['preset', *SHAPE[1:]], "the shape is that of --init_from")
+    shape = set(SHAPE) if is_run(flags.init_from) else set(SHAPE) - {'block_size'}
+    refuse(['preset', *sorted(shape)], "the shape is that of --init_from")
     if is_run(flags.init_from):
-        refuse(['block_size'], "the shape is that of --init_from")
         config = Config(**read_checkpoint(flags.init_from)['model_config'])
     else:
         config = pretrained_config(pretrained_folder(flags.init_from), flags.block_size)
@@ -288,8 +288,9 @@ def setup_device():
 def shard(model):
     """
     FSDP2, in place: a process keeps its part of every parameter, a DTensor, and a sublayer's parameters are whole only
-    while it runs. What is used between the sublayers (embedding, head, queries, gains) is whole from forward to backward.
-    Each process must have all of the weights at first, 4 bytes each, but never their gradients or AdamW's state.
+    while it runs. What is used between the sublayers (embedding, head, routing) is whole from forward to backward. They
+    are gathered in fp32, so that a step is the same as DDP's. At first each process must hold all of the weights, 4 bytes
+    each (8 with --ema), but never their gradients or AdamW's state.
     """
     for block in model.blocks:
         fully_shard(block.attn)
