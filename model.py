@@ -8,8 +8,8 @@ a learned mix of all earlier sublayer outputs*: a softmax over depth, taken in H
     H = 1   Attention Residuals (AttnRes): one softmax over depth for the whole width
     H = k   MHAR: k of them, each for its own slice of the width; not one parameter more than H = 1
 
-With `delta_blocks` the running sum stays, and what a sublayer reads of the depth is added to it: the *delta form*, which
-can be grafted onto a trained plain model (Transformer.from_pretrained, .graft).
+With `delta_blocks` the running sum stays, and what a sublayer reads of the depth is added to it: the *delta form*,
+which can be grafted onto a trained plain model (Transformer.from_pretrained, .graft).
 
 Paper: "Multi-Head Attention Residuals", Luo, Cai and Hu, 2026. The blocks around the routing are Qwen3's.
 Letters in the shape comments: B sequences, T tokens, D = n_embd, V = vocab_size, N sources, H routing heads.
@@ -86,7 +86,8 @@ class Config:
         require(self.delta_blocks == 0 or self.H > 0, 'delta_blocks', "0 where H = 0, since then there is no routing")
         require(self.query_init_std >= 0, 'query_init_std', "0 or more")
         require(self.norm_eps >= 0, 'norm_eps', "0 or more")
-        require(self.norm_eps > 0 or self.delta_blocks == 0, 'norm_eps', "more than 0 in delta form, whose null source is 0")
+        require(self.norm_eps > 0 or self.delta_blocks == 0, 'norm_eps',
+                "more than 0 in delta form, whose null source is 0 at first")
         require(self.rope_theta > 0, 'rope_theta', "more than 0")
         require(self.rope_scaling is None or self.rope_scaling.keys() == set(ROPE_SCALING), 'rope_scaling',
                 f"None or numbers for {', '.join(ROPE_SCALING)}")
@@ -164,7 +165,7 @@ def route(sources, query, gain, H, eps=1e-6):
 
 
 def read_eagerly(route, sources, query, gain, H, eps):
-    """`route`, on a GPU recomputed in backward: what all sites save would be N^2 hidden states, more than there is room."""
+    """`route`. Recomputed in backward on a GPU: what all sites save, N^2 hidden states, is more than it has room for."""
     if not sources[0].is_cuda:
         return route(sources, query, gain, H, eps)
     return checkpoint(route, sources, query, gain, H, eps, use_reentrant=False, preserve_rng_state=False)
@@ -306,7 +307,7 @@ class Block(nn.Module):
 def chunk_loss(logits, targets, vocab_size, z_loss=0.0):
     """
     logits (C, padded V), targets (C,) -> losses (C,) in fp32 and d loss / d logits; both 0 where the target is -1.
-    z_loss: added is z_loss x logsumexp^2, which keeps the logits from drifting (PaLM, Chowdhery et al. 2022, section 5).
+    Added is z_loss x logsumexp^2, which keeps the logits from drifting (PaLM, Chowdhery et al. 2022, section 5).
     """
     columns = torch.arange(logits.size(1), device=logits.device, dtype=torch.int32)
     logits32 = torch.where(columns < vocab_size, at_least_fp32(logits), -math.inf)     # padding rows: probability 0
@@ -433,15 +434,17 @@ class Transformer(nn.Module):
         if router:
             x = router(x)                               # site 0 has one source to read, the embedding itself
         if delta:
-            sources, start = [self.null.to(x.dtype).expand_as(x)], 0
+            sources, before = [self.null.to(x.dtype).expand_as(x)], 0
         for i, block in enumerate(self.blocks):
             if i in groups:     # delta form: a group of layers starts; its sites all read what there is now
-                sources.append(x - start)               # first the embedding, then what each group has added to x
-                start, sites = x, groups[i]
+                sources.append(x - before)              # first the embedding, then what each group has added to x
+                before, sites = x, groups[i]
                 reads = (gate * read for gate, read in zip(self.gates[sites], self.read_group(sources, sites)))
-            out = self.maybe_checkpoint(block.attn, x + next(reads) if delta else x, rope, caches[i] if caches else None)
+            read = x + next(reads) if delta else x
+            out = self.maybe_checkpoint(block.attn, read, rope, caches[i] if caches else None)
             x = router(out) if router else x + out      # the whole difference: read a mix of all, or add to one sum
-            out = self.maybe_checkpoint(block.mlp, x + next(reads) if delta else x)
+            read = x + next(reads) if delta else x
+            out = self.maybe_checkpoint(block.mlp, read)
             x = router(out) if router else x + out
         return self.norm(x)
 
@@ -454,8 +457,9 @@ class Transformer(nn.Module):
         """
         idx (B, T) token ids -> logits (B, T, V).
 
-        With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead, plus the z-loss if it is on and there is
-        a gradient to take; reduction='none' gives all cross-entropies (B, T), 0 where ignored, and no gradient. `caches`, one KVCache a layer, lets idx go on where they end.
+        With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead (under grad mode with the z-loss, if it
+        is on); reduction='none' gives all losses (B, T), 0 where ignored, and no gradient. `caches`, one KVCache a layer,
+        lets idx go on where they end.
         """
         length = idx.size(1) + (len(caches[0]) if caches else 0)
         if length > self.config.block_size:
@@ -535,18 +539,19 @@ class Transformer(nn.Module):
     def flops_per_token(self):
         """
         FLOPs of one training step per token, forward and backward: 6 a parameter (of the embedding only the head's
-        product), and 6 * n_layer * n_head * head_size * block_size for causal attention, which sees half of the block on average.
-        Routing's own are left out on purpose: MFU then compares H = 0, 1 and k as tokens a second do.
+        product), and 6 * n_layer * n_head * head_size * block_size for causal attention, which sees half of the block on
+        average. Routing's own are left out on purpose: MFU then compares H = 0, 1 and k as tokens a second do.
         """
         c = self.config
-        return 6 * (c.vocab_size * c.n_embd + self.count_parameters()[1] + c.n_layer * c.n_head * c.head_size * c.block_size)
+        attention = c.n_layer * c.n_head * c.head_size * c.block_size
+        return 6 * (c.vocab_size * c.n_embd + self.count_parameters()[1] + attention)
 
     def describe(self):
         c, (embedding, rest) = self.config, self.count_parameters()
         kind = {0: 'plain residual', 1: 'AttnRes'}.get(c.H, 'MHAR')
         form = f" in delta form ({c.delta_blocks} groups)" if c.delta_blocks else ''
-        return (f"{kind} (H={c.H}){form}, {c.n_layer} layers, width {c.n_embd}: {(embedding + rest) / 1e6:.2f}M parameters = "
-                f"{embedding / 1e6:.2f}M embedding + {rest / 1e6:.2f}M rest")
+        return (f"{kind} (H={c.H}){form}, {c.n_layer} layers, width {c.n_embd}: "
+                f"{(embedding + rest) / 1e6:.2f}M parameters = {embedding / 1e6:.2f}M embedding + {rest / 1e6:.2f}M rest")
 
     def graft(self, H, delta_blocks, query_init_std=0.0):
         """
@@ -582,8 +587,8 @@ class Transformer(nn.Module):
     @classmethod
     def from_pretrained(cls, source, block_size=None, dtype=torch.float32, device='cpu'):
         """
-        A plain model with the weights of a Llama (2, 3.x) or Qwen3 checkpoint in Hugging Face's layout. source is a folder
-        with config.json and .safetensors files, or OWNER/NAME on the hub (which needs huggingface_hub). block_size: see
+        A plain model with the weights of a Llama or Qwen3 checkpoint in Hugging Face's layout. source is a folder with
+        config.json and .safetensors files, or OWNER/NAME on the hub (which needs huggingface_hub). block_size: see
         pretrained_config. Memory: the weights in dtype, and one tensor. ConfigError lists whatever does not fit.
         """
         folder = pretrained_folder(source)
@@ -619,9 +624,11 @@ def pretrained_folder(source):
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ConfigError(f"there is no folder {source}; to download a repository of that name: pip install huggingface_hub")
+        raise ConfigError(f"there is no folder {source}; downloading it from the hub needs the huggingface_hub package: "
+                          f"pip install huggingface_hub")
     try:
-        return Path(snapshot_download(str(source), allow_patterns=['*.safetensors', '*.json'], ignore_patterns='original/*'))
+        return Path(snapshot_download(str(source), allow_patterns=['*.safetensors', '*.json'],
+                                      ignore_patterns='original/*'))
     except (OSError, ValueError) as error:      # no network, no such repository, no permission
         raise ConfigError(f"{source} cannot be downloaded: {str(error).splitlines()[0]}") from error
 
@@ -686,7 +693,7 @@ def copy_pretrained(model, folder):
                     expected = (V, *p.shape[1:]) if name in VOCABULARY else tuple(p.shape)
                     wrong += [f"{name} is {shape}, should be {expected}"] * (shape != expected)
                     found[name] = file
-                elif not (name.endswith('rotary_emb.inv_freq') or name == 'lm_head.weight'):    # tied: the embedding again
+                elif not name.endswith(('rotary_emb.inv_freq', 'lm_head.weight')):      # tied: the embedding again
                     wrong.append(f"{name} is unknown")
         wrong += [f"{name} is missing" for name in parameters.keys() - found.keys()]
         if wrong:

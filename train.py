@@ -118,7 +118,7 @@ SHAPE = ('block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim', 'r
 MAY_CHANGE_ON_RESUME = {'resume', 'out', 'data', 'steps', 'tokens', 'micro_batch', 'compile', 'checkpoint_sublayers',
                         'log_interval', 'eval_interval', 'eval_windows', 'save_interval', 'stop_at', 'max_minutes',
                         'wandb', 'router', 'fsdp'}
-NOT_INHERITED = {'resume', 'overwrite', 'out', 'stop_at', 'max_minutes', 'compile', 'fsdp'}   # of the process, not the run
+NOT_INHERITED = {'resume', 'overwrite', 'out', 'stop_at', 'max_minutes', 'compile', 'fsdp'}     # not of the run
 PEAK_BF16_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12}    # dense
 
 
@@ -197,10 +197,10 @@ def is_run(folder):
 
 
 def complete(flags, base, given, world):
-    """Fills in what follows from the recipe and from the Config that the flags change, and refuses what cannot apply."""
+    """Fills in what follows from the recipe and from `base`, the Config to change, and refuses what cannot apply."""
     recipe = MIDTRAIN if flags.init_from else RECIPES[flags.preset]
     changed = {name: getattr(flags, name) for name in SHAPE if getattr(flags, name) is not None}
-    shape = replace(base, H=flags.H, delta_blocks=flags.delta_blocks or 0, **changed)       # a Config, which checks itself
+    shape = replace(base, H=flags.H, delta_blocks=flags.delta_blocks or 0, **changed)   # a Config, which checks itself
     flags = replace(flags, H=shape.H, delta_blocks=shape.delta_blocks, **{name: getattr(shape, name) for name in SHAPE},
                     **{name: value for name, value in recipe.items() if getattr(flags, name) is None})
     least = dict(tokens=1, steps=1, batch=1, micro_batch=1, log_interval=1, save_interval=1, stop_at=1, seed=0, warmup=0,
@@ -288,9 +288,9 @@ def setup_device():
 def shard(model):
     """
     FSDP2, in place: a process keeps its part of every parameter, a DTensor, and a sublayer's parameters are whole only
-    while it runs. What is used between the sublayers (embedding, head, routing) is whole from forward to backward. They
-    are gathered in fp32, so that a step is the same as DDP's. At first each process must hold all of the weights, 4 bytes
-    each (8 with --ema), but never their gradients or AdamW's state.
+    while it runs. What is used between the sublayers (embedding, head, routing) is whole from forward to backward. All
+    are gathered in fp32: a step is the same as DDP's. At first each process must hold all of the weights, 4 bytes each
+    (8 with --ema), but never their gradients or AdamW's state.
     """
     for block in model.blocks:
         fully_shard(block.attn)
@@ -440,7 +440,7 @@ def open_run(flags, given, world):
 
 
 def check_pretrained_tokenizer(folder, dataset, meta):
-    """DataError if the dataset is not of the tokenizer.json beside a model's weights, or has tokens it does not know."""
+    """DataError if the dataset is not of the tokenizer.json beside the weights, or has tokens they do not know."""
     tokenizer, vocab_size = folder / 'tokenizer.json', pretrained_config(folder).vocab_size
     if tokenizer.exists() and meta['tokenizer'] != data.file_tokenizer_name(tokenizer):
         raise data.DataError(f"{dataset} holds tokens of {meta['tokenizer']}, and not of the model's tokenizer: "
@@ -460,8 +460,8 @@ def initial_model(flags, saved, meta, device):
         check_pretrained_tokenizer(folder, flags.data, meta)
         model = Transformer.from_pretrained(folder, flags.block_size, device=device)
     else:
-        config = replace(PRESETS[flags.preset], vocab_size=meta['vocab_size'], H=flags.H, delta_blocks=flags.delta_blocks,
-                         query_init_std=flags.query_init_std, **{name: getattr(flags, name) for name in SHAPE})
+        config = replace(PRESETS[flags.preset], vocab_size=meta['vocab_size'], H=flags.H,
+                         delta_blocks=flags.delta_blocks, query_init_std=flags.query_init_std, **{name: getattr(flags, name) for name in SHAPE})
         model = Transformer(config).to(device)
     if flags.graft and not saved:
         model = model.graft(flags.H, flags.delta_blocks, flags.query_init_std)
@@ -511,12 +511,10 @@ def start(flags, saved, rank, world, device):
         run.loader.batch_hash = saved['batch_hash'] if rank == 0 else 0     # the ranks' hashes add up
     run.say(description)
     if flags.compile:
-        # FSDP gathers around each sublayer, so only the sublayers compile, as torch documents it: its hooks stay outside
-        # of the graphs, whichever comes first. DDP would cut graphs up at the bounds of its buckets, to average gradients
-        # while the backward pass goes on: separate sublayers are cut enough.
-        whole = model.compile_parts(whole=not flags.fsdp)
-        if not whole:
-            torch._dynamo.config.optimize_ddp = False
+        # FSDP gathers around each sublayer, so the sublayers compile each on its own. Its hooks stay outside of the
+        # graphs, whichever comes first. optimize_ddp cuts graphs up where a bucket of DDP's is full, so that gradients
+        # travel while the backward pass goes on: one graph of the whole model needs that, separate sublayers do not.
+        torch._dynamo.config.optimize_ddp = model.compile_parts(whole=not flags.fsdp)
     if rank == 0:
         Path(flags.out).mkdir(parents=True, exist_ok=True)
         if not saved:       # --overwrite: no checkpoint of the old run under the new run's log
@@ -537,7 +535,7 @@ def describe(model, flags, device):
 def evaluate(run):
     """-> {val_loss, nats per token; val_bpb, bits per byte, None without tokenizer} over the fixed windows."""
     mine = run.val_indices[run.rank::run.world]
-    short = len(mine) < len(run.val_indices[::run.world])       # FSDP's forward passes need all: one window more, unused
+    short = len(mine) < len(run.val_indices[::run.world])   # FSDP's forward passes need all: one window more, unused
     # Uncompiled is the code that eval.py runs, and its shapes cost no recompilation.
     with run.autocast(), torch.compiler.set_stance('force_eager'):
         losses = window_losses(run.model, run.val, mine + run.val_indices[:short], run.flags.micro_batch, run.device)
@@ -706,8 +704,8 @@ def main(argv=None):
         # gloo tells of a lost process in words only. (Under NCCL torchrun ends a process that waits for a lost one.)
         if world == 1 or not (isinstance(error, dist.DistError) or 'onnection' in str(error)):
             raise
-        print(f"train.py: rank {rank}: another process was lost ({str(error).split('. ')[0]}). {flags.out}/ckpt.pt is "
-              f"the last that was saved; --resume goes on from it, with any number of processes", file=sys.stderr, flush=True)
+        print(f"train.py: rank {rank}: another process was lost ({str(error).split('. ')[0]}). --resume goes on from "
+              f"what was saved last in {flags.out}, with any number of processes", file=sys.stderr, flush=True)
         os._exit(1)             # at once: tidying up would wait for the lost one
 
 
