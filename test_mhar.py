@@ -1233,7 +1233,7 @@ def test_bad_flags_get_one_clear_line(tmp_path, monkeypatch, capsys, flags, word
 
 
 def test_learning_rate_schedule():
-    flags = train.Flags(lr=1.0, warmup=10, steps=110)
+    flags = train.Flags(lr=1.0, min_lr=0.1, warmup=10, steps=110)
     rates = [train.learning_rate(step, flags) for step in range(110)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == 1.0 and max(rates) == 1.0
     assert rates[60] == pytest.approx(0.55) and rates[109] == pytest.approx(0.1, abs=1e-3)
