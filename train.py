@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
                                                      set_optimizer_state_dict)
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -292,10 +293,11 @@ def shard(model):
     are gathered in fp32: a step is the same as DDP's. At first each process must hold all of the weights, 4 bytes each
     (8 with --ema), but never their gradients or AdamW's state.
     """
+    mesh = init_device_mesh(model.wte.weight.device.type, (dist.get_world_size(),))
     for block in model.blocks:
-        fully_shard(block.attn)
-        fully_shard(block.mlp)
-    fully_shard(model, reshard_after_forward=False)
+        fully_shard(block.attn, mesh=mesh)
+        fully_shard(block.mlp, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
 def local(tensor):
