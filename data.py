@@ -15,7 +15,9 @@ otherwise a file is one) or .jsonl (the string field "text"), either of them als
 A tokenizer is `bytes` (nothing to download), `gpt2`, `cl100k_base`, or a file of BPE ranks in
 tiktoken's format (base64 token, space, rank). A ranks file is copied into the dataset as
 tokenizer-<hash>.tiktoken; text is pre-split with cl100k's pattern, and <|endoftext|> is one past
-the largest rank. Anything wrong is one line on stderr and exit code 2, and changes no dataset.
+the largest rank. The tokenizer.json of a pretrained model, or the folder that it is in, does as well
+if it is byte-level BPE, as Llama 3's and Qwen's are (that needs the tokenizers package). Anything
+wrong is one line on stderr and exit code 2, and changes no dataset.
 """
 import argparse, base64, functools, glob, gzip, hashlib, http.client, io, itertools, json, lzma, os
 import re, shutil, ssl, sys, sysconfig, time, tokenize, urllib.error, urllib.request, zlib
@@ -32,7 +34,7 @@ LAYOUTS = {20240520: (1, np.dtype("<u2")), 20240801: (7, np.dtype("<u4"))}  # ma
 HF_REPO = "karpathy/fineweb-edu-100B-gpt2-token-shards"
 SHAKESPEARE = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt"
 ATTEMPTS, RETRY_SECONDS = 6, 1.0  # a download waits 1, 2, 4, 8, 16 s between its attempts
-NAMES = ("bytes", "gpt2", "cl100k_base")  # of tokenizers; anything else is a ranks file
+NAMES = ("bytes", "gpt2", "cl100k_base")  # of tokenizers; anything else is a file
 READY = ("stdlib", "shakespeare", "fineweb-edu")  # datasets that need no text of yours
 CL100K_PATTERN = (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
                   r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s")
@@ -42,11 +44,60 @@ class DataError(ValueError):
     """The input is at fault, not the code: the user gets its message as one line."""
 
 
-# Tokenizers are all tiktoken.Encoding objects, so the rest of the repo needs to know only that.
+# Tokenizers are tiktoken.Encoding objects, or look like them: the rest of the repo needs to know only that.
+
+OPENERS = (EOT, "<|begin_of_text|>", "<s>", "<bos>")  # what opens a document, the first that a tokenizer.json has
+
+
+class JsonTokenizer:
+    """What this repo uses of a tiktoken.Encoding, from a Hugging Face tokenizer.json of byte-level BPE."""
+    def __init__(self, path):
+        try:
+            import tokenizers
+        except ImportError:
+            raise DataError(f"reading {path} needs the tokenizers package: pip install tokenizers")
+        try:
+            self.inner = tokenizers.Tokenizer.from_file(str(path))
+            decoder = json.loads(Path(path).read_text(encoding="utf-8")).get("decoder") or {}
+        except Exception as e:  # tokenizers has no type of its own for what it cannot read
+            raise DataError(f"{path} is not a tokenizer.json: {e}") from e
+        self.inner.encode_special_tokens = True  # text that spells a special token stays text
+        self.inner.no_truncation()
+        self.inner.no_padding()
+        # Byte-level BPE writes a byte as a character: itself if it is visible, else the next one from 256 on.
+        visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        other = [b for b in range(256) if b not in visible]
+        byte = {chr(b): b for b in visible} | {chr(256 + i): b for i, b in enumerate(other)}
+        added = self.inner.get_added_tokens_decoder()
+        ordinary = {i: text for text, i in self.inner.get_vocab(False).items() if i not in added}
+        if '"ByteLevel"' not in json.dumps(decoder) or not set().union(*ordinary.values()) <= byte.keys():
+            raise DataError(f"{path} is not byte-level BPE, the only kind of tokenizer.json that can be used here")
+        self.bytes = {i: bytes(byte[c] for c in text) for i, text in ordinary.items()}
+        self.bytes |= {i: token.content.encode() for i, token in added.items()}
+        self.special = {i for i, token in added.items() if token.special}
+        self.name, self.n_vocab = Path(path).name, max(self.bytes) + 1
+        opener = next((text for text in OPENERS if self.inner.token_to_id(text) in self.special), None)
+        if opener is None:
+            raise DataError(f"{path} has no token to open a document with: none of {', '.join(OPENERS)}")
+        self.eot_token = self.inner.token_to_id(opener)
+
+    def encode_ordinary(self, text):
+        return self.inner.encode(text, add_special_tokens=False).ids
+
+    def encode_ordinary_batch(self, texts, num_threads=None):
+        return [encoding.ids for encoding in self.inner.encode_batch_fast(texts, add_special_tokens=False)]
+
+    def decode_single_token_bytes(self, token):
+        return self.bytes[token]  # KeyError if there is no such token, as in tiktoken
+
+    def is_special_token(self, token):
+        return token in self.special
+
 
 def get_tokenizer(name, folder=None):
-    """name: 'bytes', 'gpt2', 'cl100k_base', the path of a ranks file, or the name of one in `folder`.
-    Returns a tiktoken.Encoding. DataError if there is no such tokenizer or it cannot be had."""
+    """name: 'bytes', 'gpt2', 'cl100k_base', the path of a ranks file, of a tokenizer.json or of its folder,
+    or the name of such a file in `folder`. Returns a tiktoken.Encoding or a JsonTokenizer. DataError if
+    there is no such tokenizer or it cannot be had."""
     if name == "bytes":
         # The pattern takes any 64 characters: with no merges the cut does not matter, only the speed.
         ranks = {bytes([b]): b for b in range(256)}
@@ -58,9 +109,12 @@ def get_tokenizer(name, folder=None):
             raise DataError(f"tiktoken cannot download {name} ({str(e).splitlines()[0][:100]}); without "
                             "network, let TIKTOKEN_CACHE_DIR name a folder that holds its file") from e
     inside = Path(folder or ".") / name
-    path = inside if inside.is_file() else Path(name)
+    path = tokenizer_file(inside if inside.is_file() else name)
     if not path.is_file():
-        raise DataError(f"unknown tokenizer {name!r}: use {', '.join(NAMES)} or the path of a ranks file")
+        raise DataError(f"unknown tokenizer {name!r}: use {', '.join(NAMES)}, the path of a ranks file or that of a "
+                        "tokenizer.json")
+    if path.suffix == ".json":
+        return JsonTokenizer(path)
     try:  # not tiktoken.load, which caches by path and would not notice that a file has changed
         pairs = [line.split() for line in path.read_bytes().splitlines() if line]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
@@ -75,14 +129,27 @@ def get_tokenizer(name, folder=None):
                              special_tokens={EOT: max(ranks.values()) + 1})
 
 
+def tokenizer_file(path):
+    """A tokenizer's file: a folder, as of a pretrained model, stands for the tokenizer.json in it."""
+    return Path(path, "tokenizer.json") if Path(path).is_dir() else Path(path)
+
+
+def file_tokenizer_name(path):
+    """The name under which a dataset keeps a copy of a tokenizer's file: it changes with the content."""
+    digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    return f"tokenizer-{digest}{'.json' if Path(path).suffix == '.json' else '.tiktoken'}"
+
+
 def token_bytes(tokenizer, vocab_size):
     """How many bytes of text each token stands for, to turn a loss into bits per byte.
     Returns int64 (vocab_size,); 0 for special tokens and for padding of the vocabulary."""
     lengths = torch.zeros(vocab_size, dtype=torch.int64)
-    for token in tokenizer.token_byte_values():  # these leave out the special tokens
-        i = tokenizer.encode_single_token(token)
-        if i < vocab_size:
-            lengths[i] = len(token)
+    for i in range(min(vocab_size, tokenizer.n_vocab)):
+        try:
+            if not tokenizer.is_special_token(i):
+                lengths[i] = len(tokenizer.decode_single_token_bytes(i))
+        except KeyError:
+            pass  # some vocabularies have gaps
     return lengths
 
 
@@ -150,10 +217,10 @@ class ShardWriter:
 def write_meta(folder, tokenizer, vocab_size):
     """Counts the tokens in the shards and writes meta.json: the last step in making a dataset."""
     meta = {"tokenizer": tokenizer, "vocab_size": vocab_size}
-    if tokenizer not in NAMES:  # a ranks file: copied, so that the dataset is whole wherever it moves
-        content = Path(tokenizer).read_bytes()
-        meta["tokenizer"] = f"tokenizer-{hashlib.sha256(content).hexdigest()[:12]}.tiktoken"
-        Path(folder, meta["tokenizer"]).write_bytes(content)
+    if tokenizer not in NAMES:  # a file: copied, so that the dataset is whole wherever it moves
+        path = tokenizer_file(tokenizer)
+        meta["tokenizer"] = file_tokenizer_name(path)
+        Path(folder, meta["tokenizer"]).write_bytes(path.read_bytes())
     for split in ("train", "val"):
         meta[f"{split}_tokens"] = sum(len(open_shard(path)) for path in list_shards(folder, split))
     temp = Path(folder, "meta.json.tmp")
@@ -297,7 +364,7 @@ def build(folder, tokenizer, pieces, shard_tokens=10**8, overwrite=False):
     if folder.is_symlink():
         raise DataError(f"{folder} is a link: overwrite the folder that it leads to")
     for path in folder.iterdir() if folder.exists() else ():
-        if not re.fullmatch(r"(train|val)_\w+\.bin|meta\.json|tokenizer-\w+\.tiktoken", path.name):
+        if not re.fullmatch(r"(train|val)_\w+\.bin|meta\.json|tokenizer-\w+\.(tiktoken|json)", path.name):
             raise DataError(f"{path} is not part of a dataset, and --overwrite would delete it: move it away")
     temp, old = (folder.with_name(f".{folder.name}.{os.getpid()}.{end}") for end in ("tmp", "old"))
     encoding, counts = get_tokenizer(tokenizer), {"train": 0, "val": 0}
@@ -358,7 +425,7 @@ def prepare_files(patterns, name=None, tokenizer=None, val_fraction=0.01, shard_
     """Makes `out`/`name` from .txt and .jsonl files. Returns its path."""
     paths = find_files(patterns)
     if not name or not tokenizer:
-        raise DataError("your own text needs --name NAME and --tokenizer gpt2|cl100k_base|bytes|RANKS_FILE")
+        raise DataError("your own text needs --name NAME and --tokenizer gpt2|cl100k_base|bytes|FILE")
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise DataError(f"--name {name!r}: use letters, digits, '_', '-' and '.', and no path")
     # Pieces and not documents are dealt out, so that even a single long document has a val part.
@@ -560,7 +627,7 @@ def run_command(argv):
     add("what", nargs="*", default=[], help="stdlib (the default), shakespeare, fineweb-edu, a folder of llm.c "
         "shards, or .txt and .jsonl files and globs")
     add("--name", help="your text: the dataset's folder inside --out")
-    add("--tokenizer", help="bytes, gpt2, cl100k_base or the path of a ranks file")
+    add("--tokenizer", help="bytes, gpt2, cl100k_base or the path of a ranks file or a tokenizer.json")
     add("--val_fraction", type=fraction, help="part of the text for val (default 0.01; shakespeare 0.1)")
     add("--shard_tokens", type=count, help="your text: tokens in a shard (default 100e6)")
     add("--shards", type=count, help="fineweb-edu: train shards of 100M tokens (default 10)")

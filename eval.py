@@ -42,7 +42,8 @@ def read_checkpoint(run):
     if not path.exists():
         raise EvalError(f"there is no {path}; a run is a folder that train.py wrote")
     try:
-        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+        # Mapped, not read: all processes of a machine share it, and what nobody looks at never leaves the disk.
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
     except Exception as error:      # torch's own are of many types
         raise EvalError(f"{path} cannot be read: {error}") from error
     needed = {'step', 'tokens', 'model', 'model_config', 'flags', 'tokenizer', 'batch_hash'}
@@ -51,11 +52,13 @@ def read_checkpoint(run):
     return checkpoint
 
 
-def load_run(run, device):
-    """RUN -> (model in eval mode, the checkpoint's dictionary)."""
+def load_run(run, device, ema=False):
+    """RUN -> (model in eval mode, the checkpoint's dictionary). ema: with the average of the weights."""
     checkpoint = read_checkpoint(run)
+    if ema and not checkpoint.get('ema'):
+        raise EvalError(f"--ema: {run} holds no average of the weights; train.py --ema=0.999 keeps one")
     try:
-        return Transformer.from_checkpoint(checkpoint, device).eval(), checkpoint
+        return Transformer.from_checkpoint(checkpoint, device, 'ema' if ema else 'model').eval(), checkpoint
     except (TypeError, RuntimeError) as error:      # another version's Config, or tensors that do not fit it
         raise EvalError(f"{run}/ckpt.pt does not fit this model.py: {error}") from error
 
@@ -63,7 +66,7 @@ def load_run(run, device):
 def check_tokenizer(checkpoint, folder):
     """A model only means something on tokens of the tokenizer it was trained with: DataError if folder has others."""
     meta, vocab_size = data.read_meta(folder), checkpoint['model_config']['vocab_size']
-    if (meta['tokenizer'], meta['vocab_size']) != (checkpoint['tokenizer'], vocab_size):
+    if meta['tokenizer'] != checkpoint['tokenizer'] or meta['vocab_size'] > vocab_size:     # some models have rows to spare
         raise data.DataError(f"{folder} holds tokens of {meta['tokenizer']} ({meta['vocab_size']} of them), but the "
                              f"checkpoint was trained on {checkpoint['tokenizer']} ({vocab_size})")
 
@@ -167,7 +170,7 @@ def import_pyplot():
 
 def run_losses(run, args, device):
     """RUN -> (its model, checkpoint, validation windows, their indices, their losses)."""
-    model, checkpoint = load_run(run, device)
+    model, checkpoint = load_run(run, device, args.ema)
     windows, indices = validation_windows(model, checkpoint, args)
     with autocast(device, checkpoint['flags']['dtype']):
         losses = window_losses(model, windows, indices, args.batch, device)
@@ -193,7 +196,7 @@ def val(args, device):
 
 
 def sample(args, device):
-    model, checkpoint = load_run(args.run, device)
+    model, checkpoint = load_run(args.run, device, args.ema)
     tokenizer = data.get_tokenizer(checkpoint['tokenizer'], folder_of(checkpoint, args))
     prompt_tokens, block_size = 1 + len(tokenizer.encode_ordinary(args.prompt)), model.config.block_size
     if prompt_tokens > block_size:
@@ -316,10 +319,12 @@ def observe_sites(model, windows, indices, args, device):
 
 
 def probe(args, device):
-    model, checkpoint = load_run(args.run, device)
+    model, checkpoint = load_run(args.run, device, args.ema)
     H = model.config.H
     if H == 0:
         raise EvalError(f"{args.run} is a plain model (H = 0): there is no routing to look at")
+    if model.config.delta_blocks > 0:
+        raise EvalError(f"{args.run} is in delta form: probe looks at reads that replace the running sum, not at added ones")
     if model.config.n_embd % args.slices:
         raise EvalError(f"--slices={args.slices}: must be a divisor of the width, {model.config.n_embd}")
     windows, indices = validation_windows(model, checkpoint, args)
@@ -848,6 +853,7 @@ def main(argv=None):
     def add(command, text, windows=None):
         sub = commands.add_parser(command.__name__, help=text)
         sub.set_defaults(command=command)
+        sub.add_argument('--ema', action='store_true', help="take the average of the weights that train.py --ema kept")
         sub.add_argument('--data', help="dataset folder (default: the one the run was trained on)")
         sub.add_argument('--device', choices=('cpu', 'cuda'), default='cuda' if torch.cuda.is_available() else 'cpu')
         if windows is not None:

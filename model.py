@@ -8,13 +8,19 @@ a learned mix of all earlier sublayer outputs*: a softmax over depth, taken in H
     H = 1   Attention Residuals (AttnRes): one softmax over depth for the whole width
     H = k   MHAR: k of them, each for its own slice of the width; not one parameter more than H = 1
 
+With `delta_blocks` the running sum stays, and what a sublayer reads of the depth is added to it: the *delta form*,
+which can be grafted onto a trained plain model (Transformer.from_pretrained, .graft).
+
 Paper: "Multi-Head Attention Residuals", Luo, Cai and Hu, 2026. The blocks around the routing are Qwen3's.
 Letters in the shape comments: B sequences, T tokens, D = n_embd, V = vocab_size, N sources, H routing heads.
 """
 import importlib.util
+import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Optional
 
 import torch
 import torch.nn as nn
@@ -23,6 +29,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 ROUTERS = ('auto', 'eager', 'fused_simple', 'fused')
+ROPE_SCALING = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
 
 
 def triton_runs(device):
@@ -45,8 +52,11 @@ class Config:
     n_embd: int
     ffn_dim: int
     H: int = -1                     # routing heads: 0 plain, 1 AttnRes, k MHAR, -1 = n_kv_head
+    delta_blocks: int = 0           # 0: reads replace the running sum; k: they are added to it (delta form, k groups)
     query_init_std: float = 0.0     # 0 starts every read at the plain mean of its sources
+    head_dim: Optional[int] = None  # of an attention head; None = n_embd / n_head
     rope_theta: float = 1e4
+    rope_scaling: Optional[dict] = None     # Llama 3's, see rope_tables
     norm_eps: float = 1e-6
     qk_norm: bool = True
     tie_embeddings: bool = True
@@ -62,23 +72,44 @@ class Config:
             value = getattr(self, field)
             require(type(value) is int and value > 0, field, "a positive whole number")
         require(self.n_head % self.n_kv_head == 0, 'n_kv_head', f"a divisor of n_head = {self.n_head}")
-        require(self.n_embd % self.n_head == 0, 'n_head', f"a divisor of n_embd = {self.n_embd}")
-        require(self.n_embd // self.n_head % 2 == 0, 'n_head',
-                f"such that n_embd / n_head is even (RoPE turns pairs), but {self.n_embd} / {self.n_head} is odd")
+        if self.head_dim is None:
+            require(self.n_embd % self.n_head == 0, 'n_head', f"a divisor of n_embd = {self.n_embd}")
+            require(self.n_embd // self.n_head % 2 == 0, 'n_head',
+                    f"such that n_embd / n_head is even (RoPE turns pairs), but {self.n_embd} / {self.n_head} is odd")
+        else:
+            require(type(self.head_dim) is int and self.head_dim > 0 and self.head_dim % 2 == 0, 'head_dim',
+                    "a positive even number (RoPE turns pairs) or None")
         require(type(self.H) is int and self.H >= 0, 'H', "-1 (= n_kv_head), 0 (plain) or a divisor of n_embd")
         require(self.H == 0 or self.n_embd % self.H == 0, 'H', f"0 or a divisor of n_embd = {self.n_embd}")
+        require(type(self.delta_blocks) is int and 0 <= self.delta_blocks <= self.n_layer, 'delta_blocks',
+                f"0 (no delta form) or the number of groups that the {self.n_layer} layers are cut into")
+        require(self.delta_blocks == 0 or self.H > 0, 'delta_blocks', "0 where H = 0, since then there is no routing")
         require(self.query_init_std >= 0, 'query_init_std', "0 or more")
         require(self.norm_eps >= 0, 'norm_eps', "0 or more")
+        require(self.norm_eps > 0 or self.delta_blocks == 0, 'norm_eps',
+                "more than 0 in delta form, whose null source is 0 at first")
         require(self.rope_theta > 0, 'rope_theta', "more than 0")
+        require(self.rope_scaling is None or self.rope_scaling.keys() == set(ROPE_SCALING), 'rope_scaling',
+                f"None or numbers for {', '.join(ROPE_SCALING)}")
         require(self.router in ROUTERS, 'router', f"one of {', '.join(ROUTERS)}")
 
     @property
     def head_size(self):
-        return self.n_embd // self.n_head
+        return self.head_dim or self.n_embd // self.n_head
 
     @property
     def n_source(self):
         return 2 * self.n_layer + 1     # the embedding and every sublayer's output
+
+    @property
+    def n_site(self):
+        return 2 * self.n_layer + (self.delta_blocks == 0)      # in delta form the final norm reads the running sum
+
+    @property
+    def delta_groups(self):
+        """Delta form: {the first layer of a group of layers: the group's sites, a slice}."""
+        bounds = [i * self.n_layer // max(1, self.delta_blocks) for i in range(self.delta_blocks + 1)]
+        return {first: slice(2 * first, 2 * end) for first, end in zip(bounds, bounds[1:])}
 
     @property
     def padded_vocab(self):
@@ -133,6 +164,13 @@ def route(sources, query, gain, H, eps=1e-6):
     return read.to(sources.dtype)                                               # autocast sums in fp32
 
 
+def read_eagerly(route, sources, query, gain, H, eps):
+    """`route`. Recomputed in backward on a GPU: what all sites save, N^2 hidden states, is more than it has room for."""
+    if not sources[0].is_cuda:
+        return route(sources, query, gain, H, eps)
+    return checkpoint(route, sources, query, gain, H, eps, use_reentrant=False, preserve_rng_state=False)
+
+
 class EagerRouter:
     """All routing sites of one forward pass: call n appends source n and returns the read of site n, through `route`."""
     route = staticmethod(route)
@@ -144,11 +182,7 @@ class EagerRouter:
     def __call__(self, source):
         query, gain = self.sites[len(self.sources)]
         self.sources.append(source)
-        if not source.is_cuda:
-            return self.route(self.sources, query, gain, self.H, self.eps)
-        # Recomputed in backward: what all sites save would be N^2 hidden states, more than a GPU has room for.
-        return checkpoint(self.route, list(self.sources), query, gain, self.H, self.eps, use_reentrant=False,
-                          preserve_rng_state=False)
+        return read_eagerly(self.route, list(self.sources), query, gain, self.H, self.eps)
 
 
 # The two sublayers.
@@ -169,9 +203,18 @@ def rope_tables(config):
 
     Element i turns together with element i + head_size / 2, as in Llama and Qwen: (a, b) -> (a cos - b sin, b cos +
     a sin). With sin negative in the first half that is x * cos + roll(x) * sin, without cutting x up.
+
+    Llama 3.1's rope_scaling stretches positions for a longer context: a pair that turns less than low_freq_factor times
+    in the original context turns `factor` times slower, one that turns more than high_freq_factor times as before, and
+    those between them in between.
     """
     pairs = torch.arange(0, config.head_size, 2) / config.head_size
-    angles = torch.arange(config.block_size)[:, None] * config.rope_theta ** -pairs
+    frequencies = config.rope_theta ** -pairs           # in radians a token
+    if config.rope_scaling:
+        factor, low, high, context = (config.rope_scaling[key] for key in ROPE_SCALING)
+        keep = ((context * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
+        frequencies = frequencies * (keep + (1 - keep) / factor)
+    angles = torch.arange(config.block_size)[:, None] * frequencies
     return torch.cat((angles.cos(), angles.cos()), dim=1), torch.cat((-angles.sin(), angles.sin()), dim=1)
 
 
@@ -217,10 +260,10 @@ class Attention(nn.Module):
         self.v = nn.Linear(config.n_embd, config.n_kv_head * config.head_size, bias=False)
         self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.proj = nn.Linear(config.n_head * config.head_size, config.n_embd, bias=False)
 
     def forward(self, x, rope, cache=None):
-        B, T, D = x.shape
+        B, T, _ = x.shape
         x = self.norm(x)
         q, k, v = (linear(x).view(B, T, -1, self.head_size) for linear in (self.q, self.k, self.v))
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
@@ -234,7 +277,7 @@ class Attention(nn.Module):
         with sdpa_kernel(ATTENTION_BACKENDS[cache is not None:], set_priority=True):
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T > 1 and mask is None,
                                                enable_gqa=q.size(1) != k.size(1))
-        return self.proj(y.transpose(1, 2).reshape(B, T, D))
+        return self.proj(y.transpose(1, 2).reshape(B, T, -1))
 
 
 class MLP(nn.Module):
@@ -261,16 +304,21 @@ class Block(nn.Module):
 
 # The loss.
 
-def chunk_loss(logits, targets):
-    """logits (C, V), targets (C,) -> losses (C,) in fp32 and d loss / d logits; both 0 where the target is -1."""
+def chunk_loss(logits, targets, z_loss=0.0):
+    """
+    logits (C, V), targets (C,) -> losses (C,) in fp32 and d loss / d logits; both 0 where the target is -1.
+    Added is z_loss x logsumexp^2, which keeps the logits from drifting (PaLM, Chowdhery et al. 2022, section 5).
+    """
     logits32 = at_least_fp32(logits)
     # In two steps, over 64 pieces of a row and then over the pieces: a piece fits in registers, so it is read once.
     lse = logits32.view(-1, 64, logits.size(1) // 64).logsumexp(-1).logsumexp(-1, keepdim=True)
     target, keep = targets.clamp(min=0)[:, None], (targets >= 0)[:, None]
-    losses = torch.where(keep, lse - logits32.gather(1, target), 0.0)
+    cross_entropy, z_slope = lse - logits32.gather(1, target), 2 * z_loss * lse
+    losses = torch.where(keep, cross_entropy + z_loss * lse.square(), 0.0)
     # Probabilities, less 1 at the target: a number a row, put in its place at the end, costs the others no comparison.
-    grad = ((logits32 - lse).exp() * keep).to(logits.dtype)
-    return losses[:, 0], grad.scatter(1, target, torch.expm1(-losses).to(logits.dtype))
+    grad = ((logits32 - lse).exp() * ((1 + z_slope) * keep)).to(logits.dtype)
+    at_target = (torch.expm1(-cross_entropy) + z_slope * (-cross_entropy).exp()) * keep
+    return losses[:, 0], grad.scatter(1, target, at_target.to(logits.dtype))
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -285,7 +333,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     CHUNK = 16384   # tokens
 
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, with_grad, chunk_loss):
+    def forward(ctx, x, weight, targets, vocab_size, z_loss, with_grad, chunk_loss):
         w = weight.to(x.dtype)
         dx, dw = (torch.empty_like(x), torch.zeros_like(weight)) if with_grad else (None, None)
         losses = []
@@ -293,7 +341,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + LinearCrossEntropy.CHUNK)
             logits = x[rows] @ w.T
             logits[:, vocab_size:] = -math.inf      # padding rows of the vocabulary: probability 0
-            chunk_losses, dlogits = chunk_loss(logits, targets[rows])
+            chunk_losses, dlogits = chunk_loss(logits, targets[rows], z_loss)
             losses.append(chunk_losses)
             if with_grad:
                 dx[rows] = dlogits @ w
@@ -305,7 +353,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, dlosses):
         dx, dw = ctx.saved_tensors
         scale = dlosses[0]      # in fp32: rounded to dx's dtype, 1 / tokens would be off by up to 0.4 %
-        return (at_least_fp32(dx) * scale).to(dx.dtype), dw * scale, None, None, None, None
+        return (at_least_fp32(dx) * scale).to(dx.dtype), dw * scale, None, None, None, None, None
 
 
 # The model.
@@ -325,19 +373,29 @@ class Transformer(nn.Module):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
         if config.H > 0:    # last, so that all H of one seed start from the same weights
-            self.queries = nn.Parameter(torch.zeros(config.n_source, config.n_embd))    # a row a site
-            self.gains = nn.Parameter(torch.ones(config.n_source, config.n_embd))       # its key norm's weight
-            if config.query_init_std > 0:
-                nn.init.normal_(self.queries, std=config.query_init_std)
+            self.add_routing()
         self.checkpoint_sublayers = False   # recompute each sublayer in backward instead of keeping its activations
+        self.z_loss = 0.0                   # of the training loss, see chunk_loss
         self.chunk_loss = chunk_loss        # replaced by a compiled one in compile_parts
+
+    def add_routing(self):
+        c, like = self.config, self.wte.weight.detach()
+        self.queries = nn.Parameter(like.new_zeros(c.n_site, c.n_embd))     # a row a site
+        self.gains = nn.Parameter(like.new_ones(c.n_site, c.n_embd))        # its key norm's weight
+        if c.query_init_std > 0:
+            nn.init.normal_(self.queries, std=c.query_init_std)
+        if c.delta_blocks > 0:
+            self.gates = nn.Parameter(like.new_zeros(c.n_site))             # 0: the site reads the running sum alone
+            self.null = nn.Parameter(like.new_zeros(c.n_embd))              # a source that says nothing at first
 
     def router_on(self, device):
         """
         What config.router comes to on a device: 'eager' (`route`, anywhere), or one of the Triton operators of
         kernel.py, 'fused' or 'fused_simple'. 'auto' is fused where Triton runs and eager elsewhere. ConfigError if a
-        fused one is asked for where it cannot run.
+        fused one is asked for where it cannot run. The delta form, of which no operator knows yet, is always eager.
         """
+        if self.config.delta_blocks > 0:
+            return 'eager'
         router = self.config.router
         if router == 'auto':
             return 'fused' if triton_runs(device) else 'eager'
@@ -355,6 +413,12 @@ class Transformer(nn.Module):
         import kernel
         return kernel.OPERATORS[name](self.queries * self.gains, c.H, c.norm_eps)
 
+    def read_group(self, sources, sites):
+        """Delta form: what a group's sites (a slice of S) read of these sources, a list -> (S, B, T, D)."""
+        c, sources = self.config, torch.stack(sources)
+        return torch.stack([read_eagerly(route, sources, query, gain, c.H, c.norm_eps)
+                            for query, gain in zip(self.queries[sites], self.gains[sites])])
+
     def hidden(self, idx, caches=None):
         """idx (B, T) -> the last hidden states, normalised, (B, T, D). This is where plain and MHAR differ."""
         start = len(caches[0]) if caches else 0
@@ -365,13 +429,22 @@ class Transformer(nn.Module):
             # As small as the sublayers' outputs. For H = 0 this makes the running sum itself bf16: each sum rounds.
             x = x.to(torch.get_autocast_dtype(x.device.type))
 
-        router = self.new_router(x) if self.config.H > 0 else None
+        delta, groups = self.config.delta_blocks > 0, self.config.delta_groups
+        router = self.new_router(x) if self.config.H > 0 and not delta else None
         if router:
             x = router(x)                               # site 0 has one source to read, the embedding itself
+        if delta:
+            sources, before = [self.null.to(x.dtype).expand_as(x)], 0
         for i, block in enumerate(self.blocks):
-            out = self.maybe_checkpoint(block.attn, x, rope, caches[i] if caches else None)
+            if i in groups:     # delta form: a group of layers starts; its sites all read what there is now
+                sources.append(x - before)              # first the embedding, then what each group has added to x
+                before, sites = x, groups[i]
+                reads = (gate * read for gate, read in zip(self.gates[sites], self.read_group(sources, sites)))
+            read = x + next(reads) if delta else x
+            out = self.maybe_checkpoint(block.attn, read, rope, caches[i] if caches else None)
             x = router(out) if router else x + out      # the whole difference: read a mix of all, or add to one sum
-            out = self.maybe_checkpoint(block.mlp, x)
+            read = x + next(reads) if delta else x
+            out = self.maybe_checkpoint(block.mlp, read)
             x = router(out) if router else x + out
         return self.norm(x)
 
@@ -384,8 +457,9 @@ class Transformer(nn.Module):
         """
         idx (B, T) token ids -> logits (B, T, V).
 
-        With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead; reduction='none' gives all losses
-        (B, T), 0 where ignored, and no gradient. `caches`, one KVCache a layer, lets idx go on where they end.
+        With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead (under grad mode with the z-loss, if it
+        is on); reduction='none' gives all losses (B, T), 0 where ignored, and no gradient. `caches`, one KVCache a layer,
+        lets idx go on where they end.
         """
         length = idx.size(1) + (len(caches[0]) if caches else 0)
         if length > self.config.block_size:
@@ -398,7 +472,7 @@ class Transformer(nn.Module):
             return F.linear(x, weight)[..., :self.config.vocab_size]
         with_grad = torch.is_grad_enabled() and reduction == 'mean'
         losses = LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), self.config.vocab_size,
-                                          with_grad, self.chunk_loss)
+                                          self.z_loss if with_grad else 0.0, with_grad, self.chunk_loss)
         if reduction == 'none':
             return losses.detach().view(targets.shape)
         return losses.sum() / (targets >= 0).sum()
@@ -432,25 +506,27 @@ class Transformer(nn.Module):
         finally:
             self.train(was_training)
 
-    def compile_parts(self):
+    def compile_parts(self, whole=True):
         """
         torch.compile, in place (parameter names stay). The plain model compiles as a whole. With routing (or with
-        activation checkpointing) each sublayer compiles on its own, and one graph serves all layers: the sites between
-        them, which each see one source more, stay outside.
+        activation checkpointing, or if not `whole`) each sublayer compiles on its own, and one graph serves all layers:
+        the sites between them, which each see one source more, stay outside. -> whether it compiled as a whole.
         """
         self.chunk_loss = torch.compile(chunk_loss)
-        if self.config.H == 0 and not self.checkpoint_sublayers:
+        whole = whole and self.config.H == 0 and not self.checkpoint_sublayers
+        if whole:
             self.hidden = torch.compile(self.hidden)
         else:
             for block in self.blocks:
                 block.attn.compile()
                 block.mlp.compile()
+        return whole
 
-    def parameter_groups(self, weight_decay):
-        """For AdamW: matrices decay; norm weights and the routing's queries and gains (vectors, a row a site) do not."""
-        groups = {True: [], False: []}
+    def parameter_groups(self, weight_decay, decay_embedding=True):
+        """For AdamW: matrices decay; norm weights and all of the routing (vectors, a row a site) do not."""
+        groups, spared = {True: [], False: []}, ['queries', 'gains'] + ['wte.weight'] * (not decay_embedding)
         for name, p in self.named_parameters():
-            groups[p.dim() == 2 and name not in ('queries', 'gains')].append(p)
+            groups[p.dim() == 2 and name not in spared].append(p)
         return [{'params': groups[True], 'weight_decay': weight_decay}, {'params': groups[False], 'weight_decay': 0.0}]
 
     def count_parameters(self):
@@ -463,22 +539,168 @@ class Transformer(nn.Module):
     def flops_per_token(self):
         """
         FLOPs of one training step per token, forward and backward: 6 a parameter (of the embedding only the head's
-        product), and 6 * n_layer * n_embd * block_size for causal attention, which sees half of the block on average.
-        Routing's own are left out on purpose: MFU then compares H = 0, 1 and k as tokens a second do.
+        product), and 6 * n_layer * n_head * head_size * block_size for causal attention, which sees half of the block on
+        average. Routing's own are left out on purpose: MFU then compares H = 0, 1 and k as tokens a second do.
         """
         c = self.config
-        return 6 * (c.vocab_size * c.n_embd + self.count_parameters()[1] + c.n_layer * c.n_embd * c.block_size)
+        attention = c.n_layer * c.n_head * c.head_size * c.block_size
+        return 6 * (c.vocab_size * c.n_embd + self.count_parameters()[1] + attention)
 
     def describe(self):
         c, (embedding, rest) = self.config, self.count_parameters()
         kind = {0: 'plain residual', 1: 'AttnRes'}.get(c.H, 'MHAR')
-        return (f"{kind} (H={c.H}), {c.n_layer} layers, width {c.n_embd}: {(embedding + rest) / 1e6:.2f}M parameters = "
-                f"{embedding / 1e6:.2f}M embedding + {rest / 1e6:.2f}M rest")
+        form = f" in delta form ({c.delta_blocks} groups)" if c.delta_blocks else ''
+        return (f"{kind} (H={c.H}){form}, {c.n_layer} layers, width {c.n_embd}: "
+                f"{(embedding + rest) / 1e6:.2f}M parameters = {embedding / 1e6:.2f}M embedding + {rest / 1e6:.2f}M rest")
+
+    def graft(self, H, delta_blocks, query_init_std=0.0):
+        """
+        This plain model in delta form: a new model on the very same weights, which computes exactly what this one does
+        until training moves its gates from 0. ConfigError if this one is not plain, or for what Config does not allow.
+        """
+        if self.config.H > 0:
+            raise ConfigError(f"H = {self.config.H}: only a plain model (H = 0) can be grafted onto")
+        config = replace(self.config, H=H, delta_blocks=delta_blocks, query_init_std=query_init_std)
+        with torch.device('meta'):
+            model = Transformer(self.config)
+        model.load_state_dict(self.state_dict(keep_vars=True), assign=True)     # shared, not copied
+        model.cos, model.sin, model.config = self.cos, self.sin, config
+        model.add_routing()
+        return model
 
     @classmethod
-    def from_checkpoint(cls, checkpoint, device='cpu'):
-        """A model from what train.py saved (the dictionary in OUT/ckpt.pt)."""
-        config = Config(**checkpoint['model_config'] | {'router': 'auto'})  # the router is this machine's matter
-        model = cls(config).to(device)
-        model.load_state_dict(checkpoint['model'])
+    def from_checkpoint(cls, checkpoint, device='cpu', weights='model'):
+        """A model from what train.py saved (the dictionary in OUT/ckpt.pt); weights='ema' takes their average."""
+        model = cls.empty(Config(**checkpoint['model_config'] | {'router': 'auto'}), device)    # this machine's router
+        model.load_state_dict(checkpoint[weights])
         return model
+
+    @classmethod
+    def empty(cls, config, device, dtype=torch.float32):
+        """A model whose parameters hold anything, for weights that are about to be copied in."""
+        with torch.device('meta'):
+            model = cls(config).to(dtype)
+        model.to_empty(device=device)
+        model.cos, model.sin = (table.to(device) for table in rope_tables(config))      # fp32, whatever dtype is
+        return model
+
+    @classmethod
+    def from_pretrained(cls, source, block_size=None, dtype=torch.float32, device='cpu'):
+        """
+        A plain model with the weights of a Llama or Qwen3 checkpoint in Hugging Face's layout. source is a folder with
+        config.json and .safetensors files, or OWNER/NAME on the hub (which needs huggingface_hub). block_size: see
+        pretrained_config. Memory: the weights in dtype, and one tensor. ConfigError lists whatever does not fit.
+        """
+        folder = pretrained_folder(source)
+        model = cls.empty(pretrained_config(folder, block_size), device, dtype)
+        copy_pretrained(model, folder)
+        return model
+
+
+# Weights that others have trained.
+
+ARCHITECTURES = ('LlamaForCausalLM', 'Qwen3ForCausalLM')
+HF_NAMES = {'attn.norm': 'input_layernorm', 'attn.q': 'self_attn.q_proj', 'attn.k': 'self_attn.k_proj',
+            'attn.v': 'self_attn.v_proj', 'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
+            'attn.proj': 'self_attn.o_proj', 'mlp.norm': 'post_attention_layernorm', 'mlp.gate': 'mlp.gate_proj',
+            'mlp.up': 'mlp.up_proj', 'mlp.down': 'mlp.down_proj'}
+VOCABULARY = ('model.embed_tokens.weight', 'lm_head.weight')    # a row a token; ours are padded to a round size
+
+
+def hf_name(name):
+    """'blocks.3.attn.q.weight' -> 'model.layers.3.self_attn.q_proj.weight', as Llama and Qwen3 call it."""
+    first, *rest = name.removesuffix('.weight').split('.', 2)
+    if first == 'blocks':
+        return f'model.layers.{rest[0]}.{HF_NAMES[rest[1]]}.weight'
+    return {'wte': 'model.embed_tokens.weight', 'norm': 'model.norm.weight', 'lm_head': 'lm_head.weight'}[first]
+
+
+def pretrained_folder(source):
+    """A folder as it is; OWNER/NAME is downloaded from the hub, into its cache -> Path."""
+    if Path(source).is_dir():
+        return Path(source)
+    if str(source).count('/') != 1 or str(source).startswith(('.', '/')):
+        raise ConfigError(f"{source} is neither a folder nor OWNER/NAME of a repository on the hub")
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError:
+        raise ConfigError(f"there is no folder {source}; downloading it from the hub needs the huggingface_hub package: "
+                          f"pip install huggingface_hub")
+    try:
+        return Path(snapshot_download(str(source), allow_patterns=['*.safetensors', '*.json'],
+                                      ignore_patterns='original/*'))
+    except (OSError, ValueError) as error:      # no network, no such repository, no permission
+        raise ConfigError(f"{source} cannot be downloaded: {str(error).splitlines()[0]}") from error
+
+
+def pretrained_config(folder, block_size=None):
+    """
+    The Config of a checkpoint, from its config.json. block_size defaults to 4,096, or to the checkpoint's longest
+    sequence if that is shorter. ConfigError for what this model cannot compute.
+    """
+    path = Path(folder, 'config.json')
+    def require(ok, problem):
+        if not ok:
+            raise ConfigError(f"{path}: {problem}")
+    require(path.is_file(), "there is no such file; a checkpoint has one beside its .safetensors files")
+    try:
+        hf = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    architecture = (hf.get('architectures') or ['none'])[0]
+    require(architecture in ARCHITECTURES, f"architecture {architecture}: must be {' or '.join(ARCHITECTURES)}")
+    for key, wanted in dict(attention_bias=False, mlp_bias=False, use_sliding_window=False, hidden_act='silu',
+                            quantization_config=None, pretraining_tp=1).items():
+        require(hf.get(key, wanted) == wanted, f"{key} = {hf.get(key)}: only {wanted} is implemented")
+    needed = ('vocab_size', 'max_position_embeddings', 'num_hidden_layers', 'num_attention_heads', 'hidden_size',
+              'intermediate_size', 'rms_norm_eps')
+    missing = [key for key in needed if key not in hf]
+    require(not missing, f"{', '.join(missing)} missing")
+    rope = hf.get('rope_parameters') or hf.get('rope_scaling') or {}        # the first since transformers 5
+    kind = rope.get('rope_type', rope.get('type', 'default'))
+    require(kind in ('default', 'llama3'), f"rope_type {kind!r}: must be 'default' or 'llama3'")
+    missing = [key for key in ROPE_SCALING if kind == 'llama3' and key not in rope]
+    require(not missing, f"rope_type 'llama3' without {', '.join(missing)}")
+    longest = hf['max_position_embeddings']
+    require(block_size is None or block_size <= longest, f"block_size = {block_size}: must be {longest} or less")
+    return Config(
+        vocab_size=hf['vocab_size'], block_size=block_size or min(longest, 4096), n_layer=hf['num_hidden_layers'],
+        n_head=hf['num_attention_heads'], n_kv_head=hf.get('num_key_value_heads') or hf['num_attention_heads'],
+        n_embd=hf['hidden_size'], ffn_dim=hf['intermediate_size'], H=0, head_dim=hf.get('head_dim'),
+        rope_theta=rope.get('rope_theta', hf.get('rope_theta', 1e4)),
+        rope_scaling={key: rope[key] for key in ROPE_SCALING} if kind == 'llama3' else None,
+        norm_eps=hf['rms_norm_eps'], qk_norm=architecture == 'Qwen3ForCausalLM',
+        tie_embeddings=hf.get('tie_word_embeddings', False))
+
+
+@torch.no_grad()
+def copy_pretrained(model, folder):
+    """The checkpoint's tensors into a plain model of its Config, one at a time; ConfigError lists what does not fit."""
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError:
+        raise ConfigError("reading a pretrained checkpoint needs the safetensors package: pip install safetensors")
+    index = Path(folder, 'model.safetensors.index.json')
+    names = json.loads(index.read_text())['weight_map'].values() if index.is_file() else ['model.safetensors']
+    parameters, V = {hf_name(name): p for name, p in model.named_parameters()}, model.config.vocab_size
+    found, wrong = {}, []
+    try:
+        files = [safe_open(Path(folder, name), framework='pt') for name in sorted(set(names))]
+        for file in files:
+            for name in file.keys():
+                p, shape = parameters.get(name), tuple(file.get_slice(name).get_shape())
+                if p is not None:
+                    expected = (V, *p.shape[1:]) if name in VOCABULARY else tuple(p.shape)
+                    wrong += [f"{name} is {shape}, should be {expected}"] * (shape != expected)
+                    found[name] = file
+                elif not name.endswith(('rotary_emb.inv_freq', 'lm_head.weight')):      # tied: the embedding again
+                    wrong.append(f"{name} is unknown")
+        wrong += [f"{name} is missing" for name in parameters.keys() - found.keys()]
+        if wrong:
+            raise ConfigError(f"{folder} does not fit its config.json: {'; '.join(sorted(wrong))}")
+        for name, file in found.items():
+            tensor, p = file.get_tensor(name), parameters[name]
+            p[:len(tensor)].copy_(tensor)
+            p[len(tensor):].zero_()             # the padding rows of the embedding and the head
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{folder}: a .safetensors file is missing or damaged: {error}") from error

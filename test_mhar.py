@@ -42,7 +42,7 @@ except ImportError:
 HERE = Path(__file__).parent
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 torch.set_num_threads(1)    # models this small only lose by more
-ALL_H = [0, 1, 2, 8]
+FORMS = [dict(H=0), dict(H=1), dict(H=2), dict(H=8), dict(H=2, delta_blocks=2)]
 
 
 def small_config(H=2, **changes):
@@ -133,9 +133,9 @@ def test_weights_sum_to_one_and_are_fp32_for_bf16_sources():
     assert torch.equal(weights, route_weights(sources.bfloat16().float(), query.float(), gain.float(), 4))
 
 
-@pytest.mark.parametrize('H', ALL_H)
-def test_the_last_read_includes_the_last_sublayer(H):
-    model = small_model(H)
+@pytest.mark.parametrize('form', FORMS, ids=str)
+def test_the_last_read_includes_the_last_sublayer(form):
+    model = small_model(**form)
     before = model(tokens(1, 8))
     torch.nn.init.normal_(model.blocks[-1].mlp.down.weight)
     assert (model(tokens(1, 8)) - before).abs().max() > 1e-3
@@ -151,9 +151,9 @@ def test_every_query_and_gain_gets_a_gradient_once_there_is_a_choice():
 
 # The model.
 
-@pytest.mark.parametrize('H', ALL_H)
-def test_no_future_token_changes_an_earlier_logit(H):
-    model, idx = small_model(H), tokens(1, 16)
+@pytest.mark.parametrize('form', FORMS, ids=str)
+def test_no_future_token_changes_an_earlier_logit(form):
+    model, idx = small_model(**form), tokens(1, 16)
     changed = idx.clone()
     changed[0, 9:] = (changed[0, 9:] + 1) % 61
     before, after = model(idx), model(changed)
@@ -161,9 +161,9 @@ def test_no_future_token_changes_an_earlier_logit(H):
     assert (before[:, 9:] - after[:, 9:]).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize('H', ALL_H)
-def test_cached_logits_equal_the_full_forward_at_every_step(H):
-    model, idx = small_model(H), tokens(2, 24)
+@pytest.mark.parametrize('form', FORMS, ids=str)
+def test_cached_logits_equal_the_full_forward_at_every_step(form):
+    model, idx = small_model(**form), tokens(2, 24)
     full = model(idx)
     caches = [KVCache() for _ in model.blocks]
     for start, end in [(0, 5), (5, 6), (6, 9)] + [(i, i + 1) for i in range(9, 24)]:    # prompt, pieces, single tokens
@@ -171,9 +171,9 @@ def test_cached_logits_equal_the_full_forward_at_every_step(H):
         torch.testing.assert_close(part, full[:, start:end], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize('H', [0, 2])
-def test_greedy_generation_is_the_argmax_of_the_full_forward(H):
-    model, prompt = small_model(H), tokens(2, 4)
+@pytest.mark.parametrize('form', FORMS[::2], ids=str)
+def test_greedy_generation_is_the_argmax_of_the_full_forward(form):
+    model, prompt = small_model(**form), tokens(2, 4)
     out = model.generate(prompt, 10, temperature=0)
     assert torch.equal(out[:, :4], prompt) and out.shape == (2, 14)
     assert torch.equal(out[:, 4:], model(out)[:, 3:-1].argmax(-1))
@@ -203,25 +203,29 @@ def test_padding_rows_are_never_sampled_nor_trained():
     assert torch.equal(model(tokens(2, 20), tokens(2, 20, seed=1)), reference)
 
 
-@pytest.mark.parametrize('tie_embeddings', [True, False])
-def test_chunked_loss_equals_cross_entropy_in_value_and_every_gradient(monkeypatch, tie_embeddings):
+@pytest.mark.parametrize('tie_embeddings, z_loss', [(True, 0.0), (False, 0.0), (True, 0.1)])
+def test_chunked_loss_equals_cross_entropy_in_value_and_every_gradient(monkeypatch, tie_embeddings, z_loss):
     monkeypatch.setattr(mhar.LinearCrossEntropy, 'CHUNK', 7)        # 40 tokens: five chunks and a rest
     model, idx, targets = small_model(tie_embeddings=tie_embeddings), tokens(2, 20), tokens(2, 20, seed=1)
     targets[0, 3:11] = -1                                           # one chunk is ignored nearly whole
+    model.z_loss = z_loss
     loss = model(idx, targets)
-    reference = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    cross_entropy = F.cross_entropy(model(idx).flatten(0, 1), targets.flatten(), ignore_index=-1)
+    reference = cross_entropy + z_loss * model(idx).logsumexp(-1)[targets >= 0].square().mean()
     torch.testing.assert_close(loss, reference, rtol=1e-13, atol=0)
     for (name, p), got, want in zip(model.named_parameters(), torch.autograd.grad(3 * loss, model.parameters()),
                                     torch.autograd.grad(3 * reference, model.parameters())):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12, msg=name)
     every = model(idx, targets, reduction='none')
     assert every.shape == (2, 20) and (every[0, 3:11] == 0).all()
-    torch.testing.assert_close(every.sum() / 32, reference)
+    torch.testing.assert_close(every.sum() / 32, cross_entropy)
+    with torch.no_grad():
+        torch.testing.assert_close(model(idx, targets), cross_entropy)
 
 
-@pytest.mark.parametrize('H', [0, 2])
-def test_activation_checkpointing_changes_nothing(H):
-    model, gradients = small_model(H), []
+@pytest.mark.parametrize('form', FORMS[::2], ids=str)
+def test_activation_checkpointing_changes_nothing(form):
+    model, gradients = small_model(**form), []
     for model.checkpoint_sublayers in (False, True):
         model.zero_grad()
         model(tokens(2, 20), tokens(2, 20, seed=1)).backward()
@@ -229,11 +233,11 @@ def test_activation_checkpointing_changes_nothing(H):
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
 
 
-@pytest.mark.parametrize('H', ALL_H)
-def test_two_runs_are_bit_identical(H):
+@pytest.mark.parametrize('form', FORMS, ids=str)
+def test_two_runs_are_bit_identical(form):
     gradients = []
     for _ in range(2):
-        model = small_model(H).float()
+        model = small_model(**form).float()
         model(tokens(2, 20), tokens(2, 20, seed=1)).backward()
         gradients.append([p.grad for p in model.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients))
@@ -267,12 +271,149 @@ def test_all_H_of_one_seed_start_from_the_same_weights():
     (dict(n_layer=0), 'n_layer = 0: must be a positive whole number'),
     (dict(block_size=2.5), 'block_size = 2.5'),
     (dict(query_init_std=-1.0), 'query_init_std = -1.0'),
+    (dict(delta_blocks=4), 'delta_blocks = 4: must be 0 (no delta form) or the number of groups that the 3 layers'),
+    (dict(H=0, delta_blocks=2), 'delta_blocks = 2: must be 0 where H = 0'),
+    (dict(norm_eps=0.0, delta_blocks=2), 'norm_eps = 0.0: must be more than 0 in delta form'),
     (dict(router='magic'), "router = 'magic': must be one of auto, eager, fused_simple, fused"),
 ])
 def test_config_errors_name_field_value_and_what_is_allowed(changes, words):
     with pytest.raises(ConfigError) as error:
         small_config(**{'H': 2} | changes)
     assert words in str(error.value)
+
+
+# The delta form.
+
+def test_delta_form_is_what_its_definition_says():
+    model, idx = small_model(2, n_layer=5, delta_blocks=2), tokens(2, 20)       # groups of 2 and 3 layers
+    layers = [sublayer for block in model.blocks for sublayer in (block.attn, block.mlp)]
+    stream = [model.wte(idx)]                                                   # before each sublayer, and at the end
+    for n, layer in enumerate(layers):
+        sources = [model.null.expand_as(stream[0]), stream[0]] + ([stream[4] - stream[0]] if n >= 4 else [])
+        read = stream[n] + model.gates[n] * route(sources, model.queries[n], model.gains[n], 2)
+        stream.append(stream[n] + (layer(read, (model.cos[:20], model.sin[:20])) if n % 2 == 0 else layer(read)))
+    logits = (model.norm(stream[-1]) @ model.wte.weight.T)[..., :61]
+    torch.testing.assert_close(model(idx), logits, rtol=1e-12, atol=1e-12)
+    assert model.queries.shape == model.gains.shape == (10, 32) and model.gates.shape == (10,)
+
+
+def test_the_sites_of_a_group_share_their_sources_nine_at_most(monkeypatch):
+    model, seen = small_model(2, n_layer=32, delta_blocks=8), []
+    def read_group(sources, sites):
+        seen.append((len(sources), sites))
+        return Transformer.read_group(model, sources, sites)
+    monkeypatch.setattr(model, 'read_group', read_group)
+    model(tokens(1, 4))
+    assert seen == [(2 + i, slice(8 * i, 8 * i + 8)) for i in range(8)]
+
+
+@pytest.mark.parametrize('bf16', [False, True])
+def test_a_grafted_model_is_its_base_bit_for_bit_and_then_moves(bf16):
+    base = small_model(0).float()
+    model, idx = base.graft(H=4, delta_blocks=2), tokens(4, 20)
+    assert model.wte.weight is base.wte.weight and model.config.H == 4 and base.config.H == 0
+    with torch.autocast('cpu', torch.bfloat16, enabled=bf16):
+        assert torch.equal(model(idx), base(idx)) and torch.equal(model(idx, idx), base(idx, idx))
+        assert not hasattr(base, 'queries')
+        optimizer = torch.optim.AdamW(model.parameter_groups(0.1), lr=1e-3)
+        for _ in range(50):
+            optimizer.zero_grad()
+            model(idx, idx).backward()
+            optimizer.step()
+    assert model.gates.abs().max() > 1e-3
+    assert (model.queries.grad.abs().sum(1) > 0).all() and (model.gains.grad.abs().sum(1) > 0).all()
+    assert (model.gates.grad != 0).all() and model.null.grad.abs().sum() > 0
+
+
+def test_whole_bf16_models_graft_bit_for_bit():
+    base = small_model(0).bfloat16()
+    assert torch.equal(base.graft(H=1, delta_blocks=3)(tokens(2, 20)), base(tokens(2, 20)))
+    with pytest.raises(ConfigError, match='H = 2: only a plain model'):
+        small_model(2).graft(H=2, delta_blocks=2)
+
+
+# Weights that others trained: tiny models that transformers writes, with random weights.
+
+LLAMA3_ROPE = dict(rope_type='llama3', factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                   original_max_position_embeddings=32)
+PRETRAINED = {'llama': dict(), 'llama3.1': dict(rope_scaling=LLAMA3_ROPE), 'llama3.2': dict(tie_word_embeddings=True),
+              'qwen3': dict(head_dim=16), 'qwen3-tied': dict(head_dim=8, tie_word_embeddings=True)}
+
+
+def pretrained(folder, kind, vocab_size=75):
+    """Writes such a model to folder, in shards -> transformers' own, to compare with."""
+    transformers = pytest.importorskip('transformers', reason='transformers is not installed')
+    pytest.importorskip('safetensors', reason='safetensors is not installed')
+    name = 'Qwen3' if kind.startswith('qwen3') else 'Llama'
+    shape = dict(vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=96, rope_theta=1e3, rms_norm_eps=1e-5)
+    torch.manual_seed(0)
+    config = getattr(transformers, name + 'Config')(**shape | PRETRAINED[kind])
+    model = getattr(transformers, name + 'ForCausalLM')(config)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, mean=float(p.dim() == 1), std=0.2)
+    model.save_pretrained(folder, max_shard_size='30KB')
+    return model.eval()
+
+
+@pytest.mark.parametrize('kind', PRETRAINED)
+def test_pretrained_models_compute_what_transformers_does(tmp_path, kind):
+    theirs, idx = pretrained(tmp_path, kind), tokens(2, 60, vocab_size=75)
+    assert len(list(tmp_path.glob('*.safetensors'))) > 1
+    ours = Transformer.from_pretrained(tmp_path)
+    assert ours.config.block_size == 96 and (ours.config.rope_scaling is not None) == (kind == 'llama3.1')
+    with torch.no_grad():
+        torch.testing.assert_close(ours(idx), theirs(idx).logits, rtol=0, atol=1e-4)
+    greedy = theirs.generate(idx[:1, :8], max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert torch.equal(ours.generate(idx[:1, :8], 20, temperature=0), greedy)
+    half = Transformer.from_pretrained(tmp_path, block_size=64, dtype=torch.bfloat16)
+    assert half.config.block_size == 64 and half.cos.dtype == torch.float32
+    assert all(torch.equal(p, q.bfloat16()) for p, q in zip(half.parameters(), ours.parameters()))
+    grafted = ours.graft(H=2, delta_blocks=2)
+    assert torch.equal(grafted(idx), ours(idx))
+    saved = {'model_config': asdict(grafted.config), 'model': grafted.state_dict()}
+    torch.save(saved, tmp_path / 'ckpt.pt')
+    again = Transformer.from_checkpoint(torch.load(tmp_path / 'ckpt.pt', weights_only=True))
+    assert again.config == replace(grafted.config, router='auto') and torch.equal(again(idx), ours(idx))
+
+
+@pytest.mark.parametrize('change, words', [
+    (dict(architectures=['GPT2LMHeadModel']), 'GPT2LMHeadModel: must be LlamaForCausalLM or Qwen3ForCausalLM'),
+    (dict(attention_bias=True), 'attention_bias = True: only False'),
+    (dict(rope_parameters=dict(rope_type='yarn')), "rope_type 'yarn': must be 'default' or 'llama3'"),
+    (dict(rope_parameters=dict(rope_type='llama3')), "rope_type 'llama3' without factor, low_freq_factor"),
+    (dict(num_hidden_layers=4), 'model.layers.3.input_layernorm.weight is missing'),
+    (dict(num_hidden_layers=2), 'model.layers.2.mlp.down_proj.weight is unknown'),
+    (dict(vocab_size=80), 'model.embed_tokens.weight is (75, 32), should be (80, 32)'),
+    (dict(hidden_size=None), 'n_embd = None'),
+])
+def test_a_checkpoint_that_does_not_fit_is_told(tmp_path, change, words):
+    pretrained(tmp_path, 'llama')
+    config = json.loads((tmp_path / 'config.json').read_text())
+    (tmp_path / 'config.json').write_text(json.dumps(config | change))
+    with pytest.raises(ConfigError) as error:
+        Transformer.from_pretrained(tmp_path)
+    assert words in str(error.value)
+
+
+def test_an_absent_checkpoint_is_told(tmp_path):
+    with pytest.raises(ConfigError, match='neither a folder nor OWNER/NAME'):
+        Transformer.from_pretrained(tmp_path / 'nowhere')
+    with pytest.raises(ConfigError, match='config.json: there is no such file'):
+        Transformer.from_pretrained(tmp_path)
+
+
+def test_a_damaged_checkpoint_is_told(tmp_path):
+    pretrained(tmp_path / 'a', 'qwen3')
+    with pytest.raises(ConfigError, match='block_size = 97: must be 96 or less'):
+        Transformer.from_pretrained(tmp_path / 'a', block_size=97)
+    shard = sorted((tmp_path / 'a').glob('*.safetensors'))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match='missing or damaged'):
+        Transformer.from_pretrained(tmp_path / 'a')
+    shard.unlink()
+    with pytest.raises(ConfigError, match=shard.name):
+        Transformer.from_pretrained(tmp_path / 'a')
 
 
 # The fused kernels, in Triton's interpreter where there is no GPU.
@@ -480,6 +621,42 @@ def test_ranks_file(tmp_path, capsys):
     ranks.write_bytes(b"YQ== 0\n")
     assert "256 single bytes" in complaint(capsys, text, "--name", "b", "--tokenizer", ranks)
     assert "bytes, gpt2, cl100k_base" in complaint(capsys, text, "--name", "b", "--tokenizer", "gpt3")
+
+
+@pytest.mark.parametrize("opener", ["<|endoftext|>", "<|begin_of_text|>"])
+def test_tokenizer_json(tmp_path, capsys, opener):
+    tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet,
+                                             special_tokens=[opener, "<|pad|>"])
+    inner.train_from_iterator(["hello hello \u4e2d\u4e2d"] * 9, trainer)
+    inner.save(str(tmp_path / "tokenizer.json"))
+    text = tmp_path / "a.txt"
+    documents = [f"hello {i} \u00e9 {opener}" for i in range(20)]
+    text.write_text("\n<|endoftext|>\n".join(documents))
+    folder = prepare(tmp_path, text, tokenizer=str(tmp_path))       # a pretrained model's folder
+    meta = data.read_meta(folder)
+    e = data.get_tokenizer(meta["tokenizer"], folder)
+    assert meta["tokenizer"].endswith(".json") and meta["vocab_size"] == e.n_vocab == inner.get_vocab_size()
+    assert e.eot_token == inner.token_to_id(opener)
+    for tricky in (ODD, opener, "hello hello"):
+        ids = e.encode_ordinary(tricky)
+        assert b"".join(map(e.decode_single_token_bytes, ids)) == tricky.encode() and e.eot_token not in ids
+    assert len(e.encode_ordinary("hello")) == 1 and e.decode_single_token_bytes(e.eot_token) == opener.encode()
+    both = np.concatenate([stream(folder, s) for s in ("train", "val")])
+    assert (both == e.eot_token).sum() == 20
+    lengths = data.token_bytes(e, 400)
+    assert lengths[e.eot_token] == lengths[1] == 0 and lengths[both].sum() == sum(len(d.encode()) for d in documents)
+    with pytest.raises(KeyError):
+        e.decode_single_token_bytes(e.n_vocab)
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    for change, words in ((dict(decoder=None), "not byte-level BPE"), (dict(added_tokens=[]), "no token to open"),
+                          (dict(model=1), "is not a tokenizer.json")):
+        (tmp_path / "tokenizer.json").write_text(json.dumps(spec | change))
+        assert words in complaint(capsys, text, "--name", "b", "--tokenizer", tmp_path / "tokenizer.json")
 
 
 @pytest.mark.parametrize("vocab, itemsize, magic", [(65536, 2, 20240520), (65537, 4, 20240801)])
@@ -799,12 +976,12 @@ def checkpoint(out):
 
 
 def same(a, b):
-    """Equal bit for bit, through nested dictionaries and lists of tensors and plain values."""
+    """Equal bit for bit, through nested dictionaries, lists and tuples of tensors and plain values."""
     if torch.is_tensor(a):
         return torch.equal(a, b)
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list):
+    if isinstance(a, (list, tuple)):     # resuming makes lists of an optimizer's tuples
         return len(a) == len(b) and all(map(same, a, b))
     return a == b
 
@@ -840,11 +1017,11 @@ def test_the_same_batches_whatever_H(text_data, tmp_path):
     assert len({tuple(losses(log)) for log in logs}) == 3
 
 
-@pytest.mark.parametrize('H', [0, 2])
-def test_resume_continues_bit_for_bit(text_data, tmp_path, H):
+@pytest.mark.parametrize('form', [['--H=0'], ['--H=2'], ['--H=2', '--delta_blocks=2', '--ema=0.9']], ids=str)
+def test_resume_continues_bit_for_bit(text_data, tmp_path, form):
     whole, halves = tmp_path / 'whole', tmp_path / 'halves'
-    log = run_train(text_data, whole, f'--H={H}', '--steps=8')
-    run_train(text_data, halves, f'--H={H}', '--steps=8', '--stop_at=4')
+    log = run_train(text_data, whole, *form, '--steps=8')
+    run_train(text_data, halves, *form, '--steps=8', '--stop_at=4')
     saved = checkpoint(halves)
     assert saved['step'] == 4
     saved['rng'] = torch.Generator().manual_seed(99).get_state()   # must come back, though training draws nothing
@@ -852,7 +1029,7 @@ def test_resume_continues_bit_for_bit(text_data, tmp_path, H):
     resumed = run_train(text_data, halves, '--resume')
     assert losses(resumed) == losses(log) and losses(resumed, 'final') == losses(log, 'final')
     a, b = checkpoint(whole), checkpoint(halves)
-    assert all(same(a[key], b[key]) for key in ('model', 'optimizer', 'position', 'batch_hash', 'step'))
+    assert all(same(a[key], b[key]) for key in ('model', 'ema', 'optimizer', 'position', 'batch_hash', 'step'))
     assert torch.equal(b['rng'], saved['rng'])
 
 
@@ -892,6 +1069,44 @@ def test_two_processes_equal_one(text_data, tmp_path):
     assert losses(two) == pytest.approx(losses(one), abs=1e-5)
     assert losses(two, 'final') == pytest.approx(losses(one, 'final'), abs=1e-5)
     assert [r['batch_hash'] for r in two if r['kind'] == 'train'] == [r['batch_hash'] for r in one if r['kind'] == 'train']
+
+
+def test_a_killed_process_ends_the_others_and_any_number_goes_on(text_data, tmp_path, capsys):
+    """Two processes, of which one dies; then two under FSDP; then one: together as one process in one go."""
+    flags = ['--steps=10', '--save_interval=4', '--eval_windows=9', '--ema=0.9']
+    one = run_train(text_data, tmp_path / 'one', *flags)
+    out = tmp_path / 'run'
+    (tmp_path / 'dying.py').write_text(f"""
+import os, signal, sys
+sys.path.insert(0, {str(HERE)!r})
+import train
+step = train.train_step
+def dying_step(run, model):
+    if run.rank == 1 and run.step == 5 and not run.flags.resume:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(run, model)
+train.train_step = dying_step
+train.main()
+""")
+    def two(*flags):
+        return subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
+                               str(tmp_path / 'dying.py'), f'--out={out}', *flags],
+                              capture_output=True, text=True, timeout=60,
+                              env=os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''})
+    died = two(*TINY, *flags, f'--data={text_data}')
+    assert died.returncode != 0 and 'rank 0: another process was lost' in died.stderr
+    assert checkpoint(out)['step'] == 4
+    sharded = two('--resume', '--fsdp', '--stop_at=8')
+    assert sharded.returncode == 0, sharded.stderr
+    assert checkpoint(out)['step'] == 8
+    rest = run_train(text_data, out, '--resume', *flags)
+    for weights in ('model', 'ema'):
+        for (name, p), (other, q) in zip(*(checkpoint(run)[weights].items() for run in (out, tmp_path / 'one'))):
+            assert name == other and (p - q).norm() < 1e-2 * q.norm()
+    assert losses(rest) == pytest.approx(losses(one), abs=1e-4)
+    assert losses(rest, 'val') == pytest.approx(losses(one, 'val'), abs=1e-4)
+    assert checkpoint(out)['batch_hash'] == checkpoint(tmp_path / 'one')['batch_hash']
+    assert '--fsdp cannot apply: there is one process' in refused(capsys, '--resume', '--fsdp', f'--out={out}')
 
 
 def test_a_non_finite_loss_stops_and_keeps_the_checkpoint(text_data, tmp_path):
@@ -994,6 +1209,13 @@ def test_flags_take_every_usual_form():
     (['--steps=1.5'], "invalid whole number value: '1.5'"),
     (['--preset=7b'], "preset = '7b': must be one of tiny, 100m, 350m, 1b"),
     (['--H=3'], 'H = 3: must be 0 or a divisor of n_embd'),
+    (['--graft'], '--graft cannot apply: there is no --init_from'),
+    (['--init_from=a/b/c'], 'a/b/c is neither a folder nor OWNER/NAME'),
+    (['--init_from=a', '--preset=tiny'], '--preset cannot apply: the shape is that of --init_from'),
+    (['--init_from=a', '--n_embd=64'], '--n_embd cannot apply: the shape is that of --init_from'),
+    (['--ema=1'], 'ema = 1.0: must be 0 or more and below 1'),
+    (['--z_loss=-1'], 'z_loss = -1.0: must be 0 or more'),
+    (['--H=0', '--delta_blocks=2'], 'delta_blocks = 2: must be 0 where H = 0'),
     (['--H=0', '--query_init_std=0.02'], '--query_init_std cannot apply'),
     (['--steps=10', '--tokens=10'], 'give one'),
     (['--batch=8', '--micro_batch=3'], 'micro_batch = 3'),
@@ -1012,7 +1234,7 @@ def test_bad_flags_get_one_clear_line(tmp_path, monkeypatch, capsys, flags, word
 
 
 def test_learning_rate_schedule():
-    flags = train.Flags(lr=1.0, warmup=10, steps=110)
+    flags = train.Flags(lr=1.0, min_lr=0.1, warmup=10, steps=110)
     rates = [train.learning_rate(step, flags) for step in range(110)]
     assert rates[0] == pytest.approx(0.1) and rates[9] == 1.0 and max(rates) == 1.0
     assert rates[60] == pytest.approx(0.55) and rates[109] == pytest.approx(0.1, abs=1e-3)
@@ -1024,8 +1246,69 @@ def test_decay_falls_on_matrices_only():
     names = {id(p): name for name, p in model.named_parameters()}
     assert len(decayed) + len(rest) == len(names)
     assert [group['weight_decay'] for group in model.parameter_groups(0.1)] == [0.1, 0.0]
+    assert len(model.parameter_groups(0.1, decay_embedding=False)[0]['params']) == len(decayed) - 1
     assert {names[id(p)].split('.')[-2] for p in decayed} == {'wte', 'q', 'k', 'v', 'proj', 'gate', 'up', 'down'}
     assert {'queries', 'gains'} < {names[id(p)] for p in rest}
+
+
+# Training on from weights that there are.
+
+def train_on(text_data, out, init_from, *flags):
+    train.main([f'--data={text_data}', f'--out={out}', f'--init_from={init_from}', '--batch=8', '--micro_batch=8',
+                '--eval_windows=8', '--log_interval=1', *flags])
+    return evaluation.read_log(out)
+
+
+def test_a_run_is_grafted_and_its_control_sees_the_same_batches(text_data, runs, tmp_path, capsys):
+    base = checkpoint(runs[0])
+    control = train_on(text_data, tmp_path / 'control', runs[0], '--steps=6')
+    grafted = train_on(text_data, tmp_path / 'graft', runs[0], '--steps=6', '--graft', '--delta_blocks=2')
+    flags, config = grafted[0]['flags'], grafted[0]['model_config']
+    assert [flags[name] for name in ('min_lr', 'weight_decay', 'z_loss', 'ema')] == [0.01, 0.05, 1e-4, 0.999]
+    assert (config['H'], config['delta_blocks'], config['n_embd']) == (2, 2, 32)
+    assert control[0]['model_config']['H'] == 0
+    assert checkpoint(tmp_path / 'control')['batch_hash'] == checkpoint(tmp_path / 'graft')['batch_hash']
+    assert losses(control)[0] == losses(grafted)[0], "the first loss is the base's"
+    gates = checkpoint(tmp_path / 'graft')['model']['gates']
+    assert gates.abs().max() > 0
+    train_on(text_data, tmp_path / 'half', runs[0], '--steps=6', '--stop_at=3', '--graft', '--delta_blocks=2')
+    train.main(['--resume', f'--out={tmp_path}/half'])
+    assert same(checkpoint(tmp_path / 'half')['ema'], checkpoint(tmp_path / 'graft')['ema'])
+    one = train_on(text_data, tmp_path / 'one', runs[0], '--steps=1', '--ema=0.75')
+    saved = checkpoint(tmp_path / 'one')
+    for name, p in saved['ema'].items():
+        torch.testing.assert_close(p, 0.75 * base['model'][name] + 0.25 * saved['model'][name], rtol=1e-6, atol=1e-7)
+    capsys.readouterr()
+    evaluation.main(['val', str(tmp_path / 'one'), '--windows=8'])
+    evaluation.main(['val', str(tmp_path / 'one'), '--windows=8', '--ema'])
+    raw, average = capsys.readouterr().out.strip().splitlines()
+    assert f"{one[-1]['val_loss']:.4f}" in raw and raw != average
+    for argv, words in ((['val', runs[0], '--ema'], 'holds no average'),
+                        (['probe', str(tmp_path / 'graft')], 'delta form')):
+        with pytest.raises(SystemExit):
+            evaluation.main(argv)
+        assert words in capsys.readouterr().err
+    for flags, words in (([f'--init_from={runs[1]}', '--graft'], 'needs a plain model (H = 0), and'),
+                         ([f'--init_from={runs[0]}', '--graft', '--delta_blocks=0'], 'must be 1 or more with --graft'),
+                         ([f'--init_from={runs[0]}', '--H=2'], '--H cannot apply: without --graft'),
+                         ([f'--init_from={runs[0]}', '--block_size=8'], '--block_size cannot apply')):
+        assert words in refused(capsys, *flags, f'--out={tmp_path}/never', f'--data={text_data}')
+
+
+def test_a_pretrained_model_is_trained_on(text_data, tmp_path, capsys):
+    pretrained(tmp_path / 'small', 'qwen3')
+    assert 'holds 257 different tokens, but the model knows 75' in refused(
+        capsys, f'--init_from={tmp_path}/small', f'--data={text_data}', f'--out={tmp_path}/never')
+    pretrained(tmp_path / 'hf', 'llama3.1', vocab_size=300)        # more rows than the tokenizer has tokens
+    config = train_on(text_data, tmp_path / 'run', tmp_path / 'hf', '--steps=4', '--graft', '--delta_blocks=3',
+                      '--block_size=64')[0]['model_config']
+    assert (config['block_size'], config['vocab_size'], config['delta_blocks']) == (64, 300, 3)
+    evaluation.main(['val', str(tmp_path / 'run'), '--windows=4', '--ema'])
+    evaluation.main(['sample', str(tmp_path / 'run'), '--tokens=8'])
+    (tmp_path / 'hf/tokenizer.json').write_text('{}')
+    assert 'not of the model' in refused(capsys, f'--init_from={tmp_path}/hf', f'--data={text_data}',
+                                         f'--out={tmp_path}/never')
+    assert not (tmp_path / 'never').exists()
 
 
 # Evaluation.

@@ -5,11 +5,15 @@ Train a plain (H=0), AttnRes (H=1) or MHAR (H=k) Transformer.
     python train.py --H=0                                   the same model without depth routing
     python train.py --preset 100m --data data/fineweb-edu   the paper's 100M recipe, one GPU
     torchrun --nproc_per_node=8 train.py --preset 1b ...    the same step, cut over 8 GPUs
+    torchrun --nproc_per_node=8 train.py --fsdp ...         and the weights and AdamW's state as well: for what one GPU
+                                                            cannot hold
+    python train.py --init_from DIR --graft ...             put MHAR onto a trained model, and train on
     python train.py ... --resume                            go on from OUT/ckpt.pt, bit for bit
 
 Writes OUT/ckpt.pt (torch.load(weights_only=True) reads it) and OUT/log.jsonl, one record a line. Ctrl-C saves and exits.
 """
 import argparse
+import copy
 import difflib
 import importlib.util
 import inspect
@@ -26,22 +30,32 @@ import time
 import zlib
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Optional, get_args
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_model_state_dict, get_optimizer_state_dict,
+                                                     set_optimizer_state_dict)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 import data
 from eval import (EvalError, autocast, bytes_per_token, check_tokenizer, make_printable, read_checkpoint, read_log,
                   sample_text, uses_bf16, window_losses)
-from model import PRESETS, Config, ConfigError, Transformer, triton_runs
+from model import PRESETS, Config, ConfigError, Transformer, pretrained_config, pretrained_folder, triton_runs
 
 
 @dataclass
 class Flags:
-    preset: str = 'tiny'                    # shape and recipe: tiny, 100m, 350m or 1b
+    preset: Optional[str] = 'tiny'          # shape and recipe: tiny, 100m, 350m or 1b
+    init_from: Optional[str] = None         # instead: trained weights, with the recipe for training them on (MIDTRAIN):
+                                            # a Llama or Qwen3 checkpoint (folder or OWNER/NAME), or a RUN of train.py
+    graft: bool = False                     # put depth routing onto these weights, in delta form
     data: str = 'data/stdlib'               # a dataset folder made by data.py
     out: Optional[str] = None               # where ckpt.pt and log.jsonl go; default out/[DATASET-]PRESET-H<H>
     resume: bool = False                    # go on from OUT/ckpt.pt
@@ -49,6 +63,8 @@ class Flags:
     seed: int = 1337                        # of the weights and of the order of the batches
 
     H: int = -1                             # routing heads: 0 plain, 1 AttnRes, k MHAR, -1 = n_kv_head
+    delta_blocks: Optional[int] = None      # k: reads are added to the running sum (delta form); 0: they replace it;
+                                            # default 0, with --graft 8
     query_init_std: float = 0.0             # of the routing queries at the start; 0 = the plain Transformer
     router: str = 'auto'                    # what computes the reads: auto, eager, fused or fused_simple
     block_size: Optional[int] = None        # these seven: the preset's, where not given
@@ -65,12 +81,17 @@ class Flags:
     tokens: Optional[int] = None            # instead of --steps
     lr: Optional[float] = None              # peak learning rate; default the preset's
     warmup: Optional[int] = None            # steps; default a tenth of --steps, 1,000 at most
-    min_lr: float = 0.1                     # where the cosine ends, as a fraction of lr
-    weight_decay: float = 0.1               # of matrices; vectors do not decay
+    min_lr: Optional[float] = None          # where the cosine ends, as a fraction of lr; default the recipe's
+    weight_decay: Optional[float] = None    # of matrices; vectors do not decay; default the recipe's
+    decay_embedding: Optional[bool] = None  # whether the embedding does; default the recipe's
+    z_loss: Optional[float] = None          # x logsumexp^2 is added to the training loss; default the recipe's
+    ema: Optional[float] = None             # decay a step of an average of the weights, saved too (eval.py --ema);
+                                            # 0 = none; default the recipe's
     beta1: float = 0.9                      # AdamW's
     beta2: float = 0.95
     clip: float = 1.0                       # largest gradient norm; 0 = no clipping
 
+    fsdp: bool = False                      # with torchrun: each process holds its part of the weights and their state
     dtype: str = 'auto'                     # compute in bf16 or fp32; auto = bf16 on GPUs that have it
     compile: Optional[bool] = None          # torch.compile; default on a GPU where it works
     checkpoint_sublayers: bool = False      # recompute activations in backward: less memory, slower
@@ -84,17 +105,21 @@ class Flags:
 
 
 # What the paper trains with (its recipe section): lr 1e-3 for all sizes, 20,000 steps. micro_batch suits 80 GB.
+SCRATCH = dict(min_lr=0.1, weight_decay=0.1, decay_embedding=True, z_loss=0.0, ema=0.0)
 RECIPES = {
-    'tiny': dict(batch=16, micro_batch=16, steps=400, lr=3e-3),
-    '100m': dict(batch=64, micro_batch=32, steps=20_000, lr=1e-3),
-    '350m': dict(batch=32, micro_batch=16, steps=20_000, lr=1e-3),
-    '1b': dict(batch=32, micro_batch=8, steps=20_000, lr=1e-3),
+    'tiny': SCRATCH | dict(batch=16, micro_batch=16, steps=400, lr=3e-3),
+    '100m': SCRATCH | dict(batch=64, micro_batch=32, steps=20_000, lr=1e-3),
+    '350m': SCRATCH | dict(batch=32, micro_batch=16, steps=20_000, lr=1e-3),
+    '1b': SCRATCH | dict(batch=32, micro_batch=8, steps=20_000, lr=1e-3),
 }
+# With --init_from: the paper's mid-training of an 8B model, 1.05M tokens a step at 4,096 tokens a sequence.
+MIDTRAIN = dict(min_lr=0.01, weight_decay=0.05, decay_embedding=False, z_loss=1e-4, ema=0.999,
+                batch=256, micro_batch=1, steps=9_500, lr=4e-4)
 SHAPE = ('block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim', 'rope_theta')
 MAY_CHANGE_ON_RESUME = {'resume', 'out', 'data', 'steps', 'tokens', 'micro_batch', 'compile', 'checkpoint_sublayers',
                         'log_interval', 'eval_interval', 'eval_windows', 'save_interval', 'stop_at', 'max_minutes',
-                        'wandb', 'router'}
-NOT_INHERITED = {'resume', 'overwrite', 'out', 'stop_at', 'max_minutes', 'compile'}   # of the process, not the run
+                        'wandb', 'router', 'fsdp'}
+NOT_INHERITED = {'resume', 'overwrite', 'out', 'stop_at', 'max_minutes', 'compile', 'fsdp'}     # not of the run
 PEAK_BF16_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12}    # dense
 
 
@@ -140,20 +165,50 @@ def parse_flags(argv):
     return Flags(**vars(given)), set(vars(given))
 
 
-def complete(flags, given, world):
-    """Fills in what follows from the preset, and refuses what cannot apply."""
-    if flags.preset not in RECIPES:
-        raise ConfigError(f"preset = {flags.preset!r}: must be one of {', '.join(RECIPES)}")
-    recipe = RECIPES[flags.preset]
+def starting_point(flags, given):
+    """-> (flags, the Config that they change): the preset's, or that of the weights to start from."""
+    def refuse(names, why):
+        for name in names:
+            if name in given:
+                raise ConfigError(f"--{name} cannot apply: {why}")
+    if not flags.init_from:
+        refuse(['graft'], "there is no --init_from to graft onto")
+        if flags.preset not in RECIPES:
+            raise ConfigError(f"preset = {flags.preset!r}: must be one of {', '.join(RECIPES)}")
+        return flags, PRESETS[flags.preset]
+    shape = set(SHAPE) if is_run(flags.init_from) else set(SHAPE) - {'block_size'}
+    refuse(['preset', *sorted(shape)], "the shape is that of --init_from")
+    if is_run(flags.init_from):
+        config = Config(**read_checkpoint(flags.init_from)['model_config'])
+    else:
+        config = pretrained_config(pretrained_folder(flags.init_from), flags.block_size)
+    if flags.graft:
+        if config.H > 0:
+            raise ConfigError(f"--graft needs a plain model (H = 0), and {flags.init_from} has H = {config.H}")
+        if flags.delta_blocks == 0:
+            raise ConfigError("delta_blocks = 0: must be 1 or more with --graft, which keeps the running sum")
+        return replace(flags, preset=None, delta_blocks=flags.delta_blocks or 8), config
+    refuse(['H', 'delta_blocks', 'query_init_std'], "without --graft the model stays what it is")
+    return replace(flags, preset=None, H=config.H, delta_blocks=config.delta_blocks,
+                   query_init_std=config.query_init_std), config
+
+
+def is_run(folder):
+    return Path(folder, 'ckpt.pt').exists()
+
+
+def complete(flags, base, given, world):
+    """Fills in what follows from the recipe and from `base`, the Config to change, and refuses what cannot apply."""
+    recipe = MIDTRAIN if flags.init_from else RECIPES[flags.preset]
     changed = {name: getattr(flags, name) for name in SHAPE if getattr(flags, name) is not None}
-    shape = replace(PRESETS[flags.preset], H=flags.H, **changed)        # a Config, which checks itself
-    flags = replace(flags, H=shape.H, **{name: getattr(shape, name) for name in SHAPE},
+    shape = replace(base, H=flags.H, delta_blocks=flags.delta_blocks or 0, **changed)   # a Config, which checks itself
+    flags = replace(flags, H=shape.H, delta_blocks=shape.delta_blocks, **{name: getattr(shape, name) for name in SHAPE},
                     **{name: value for name, value in recipe.items() if getattr(flags, name) is None})
     least = dict(tokens=1, steps=1, batch=1, micro_batch=1, log_interval=1, save_interval=1, stop_at=1, seed=0, warmup=0,
                  eval_interval=0, eval_windows=0, lr=0, min_lr=0, clip=0, weight_decay=0, max_minutes=0,
-                 query_init_std=0, beta1=0, beta2=0)
+                 query_init_std=0, beta1=0, beta2=0, ema=0, z_loss=0)
     for name, low in least.items():
-        value, high = getattr(flags, name), 1 if name in ('beta1', 'beta2') else math.inf
+        value, high = getattr(flags, name), 1 if name in ('beta1', 'beta2', 'ema') else math.inf
         if value is not None and not low <= value < high:
             raise ConfigError(f"{name} = {value}: must be {low} or more{' and below 1' if high == 1 else ''}")
     if flags.tokens is not None:
@@ -171,6 +226,8 @@ def complete(flags, given, world):
         raise ConfigError("--wandb needs the wandb package: pip install wandb")
     if flags.dtype not in ('auto', 'bf16', 'fp32'):
         raise ConfigError(f"dtype = {flags.dtype!r}: must be auto, bf16 or fp32")
+    if flags.fsdp and world == 1:
+        raise ConfigError("--fsdp cannot apply: there is one process; torchrun --nproc_per_node=N train.py starts N")
     if flags.batch % world:
         raise ConfigError(f"batch = {flags.batch}: must be a multiple of the number of processes, {world}")
     if 'micro_batch' not in given:
@@ -179,11 +236,12 @@ def complete(flags, given, world):
         raise ConfigError(f"micro_batch = {flags.micro_batch}: batch = {flags.batch} must be a multiple of "
                           f"micro_batch x processes = {flags.micro_batch} x {world}")
     dataset = '' if Path(flags.data) == Path(Flags.data) else Path(flags.data).name + '-'
-    flags.out = flags.out or f'out/{dataset}{flags.preset}-H{flags.H}'
+    form = f'H{flags.H}' + (f'-delta{flags.delta_blocks}' if flags.delta_blocks else '')
+    flags.out = flags.out or f'out/{dataset}{flags.preset or Path(flags.init_from).name}-{form}'
     return flags
 
 
-def merge_with_saved(flags, given, saved, world):
+def merge_with_saved(flags, given, saved, config, world):
     """
     On --resume the run keeps its own flags. Those that leave the batches and the recipe alone may change; so may the
     length, and then all that follows from it and was not given again is planned anew.
@@ -195,7 +253,7 @@ def merge_with_saved(flags, given, saved, world):
     if given & {'steps', 'tokens'}:
         kept |= {name: None for name in ('steps', 'tokens', 'warmup', 'eval_interval', 'save_interval')
                  if name not in given}
-    merged = complete(replace(flags, **kept), given, world)
+    merged = complete(replace(flags, **kept), Config(**config), given, world)
     for name in sorted(given - MAY_CHANGE_ON_RESUME):
         if getattr(merged, name) != saved[name]:
             raise ConfigError(f"--{name}={getattr(merged, name)} cannot apply with --resume: the run has {saved[name]}")
@@ -223,9 +281,28 @@ def setup_device():
         device = torch.device('cuda', local)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')
-    if world > 1:
-        dist.init_process_group('gloo' if device.type == 'cpu' else 'nccl')
+    if world > 1:       # nobody waits for a lost machine for ever; the longest honest wait is for rank 0 to save
+        dist.init_process_group('gloo' if device.type == 'cpu' else 'nccl', timeout=timedelta(minutes=10))
     return rank, world, device
+
+
+def shard(model):
+    """
+    FSDP2, in place: a process keeps its part of every parameter, a DTensor, and a sublayer's parameters are whole only
+    while it runs. What is used between the sublayers (embedding, head, routing) is whole from forward to backward. All
+    are gathered in fp32: a step is the same as DDP's. At first each process must hold all of the weights, 4 bytes each
+    (8 with --ema), but never their gradients or AdamW's state.
+    """
+    mesh = init_device_mesh(model.wte.weight.device.type, (dist.get_world_size(),))
+    for block in model.blocks:
+        fully_shard(block.attn, mesh=mesh)
+        fully_shard(block.mlp, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+
+
+def local(tensor):
+    """This process's part of a tensor that FSDP cut up, or all of any other; it shares the memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def memory_gib(device):
@@ -319,6 +396,7 @@ class Run:
     device: torch.device
     meta: dict                  # the dataset's meta.json
     model: Transformer
+    ema: Optional[Transformer]  # the average of its weights, if it is asked for
     optimizer: torch.optim.Optimizer
     loader: data.Loader
     val: data.Windows
@@ -346,7 +424,7 @@ class Run:
 def open_run(flags, given, world):
     """-> (complete flags, the checkpoint to go on from or None), after checking that OUT may be written."""
     if not flags.resume:
-        flags = complete(flags, given, world)
+        flags = complete(*starting_point(flags, given), given, world)
         out = Path(flags.out)
         if out.exists() and not out.is_dir():
             raise ConfigError(f"--out={out} is a file: must be a folder")
@@ -358,9 +436,39 @@ def open_run(flags, given, world):
         return flags, None
     if flags.overwrite:
         raise ConfigError("--resume and --overwrite exclude each other")
-    flags.out = flags.out or complete(flags, given, world).out
+    flags.out = flags.out or complete(*starting_point(flags, given), given, world).out
     saved = read_checkpoint(flags.out)
-    return merge_with_saved(flags, given, saved['flags'], world), saved
+    return merge_with_saved(flags, given, saved['flags'], saved['model_config'], world), saved
+
+
+def check_pretrained_tokenizer(folder, dataset, meta):
+    """DataError if the dataset is not of the tokenizer.json beside the weights, or has tokens they do not know."""
+    tokenizer, vocab_size = folder / 'tokenizer.json', pretrained_config(folder).vocab_size
+    if tokenizer.exists() and meta['tokenizer'] != data.file_tokenizer_name(tokenizer):
+        raise data.DataError(f"{dataset} holds tokens of {meta['tokenizer']}, and not of the model's tokenizer: "
+                             f"python data.py ... --tokenizer {tokenizer} makes a dataset that does")
+    if meta['vocab_size'] > vocab_size:
+        raise data.DataError(f"{dataset} holds {meta['vocab_size']} different tokens, but the model knows {vocab_size}")
+
+
+def initial_model(flags, saved, meta, device):
+    """With the checkpoint's weights, those to start from, or random ones; the data must be of their tokenizer."""
+    source = read_checkpoint(flags.init_from) if flags.init_from and not saved and is_run(flags.init_from) else saved
+    if source:
+        check_tokenizer(source, flags.data)
+        model = Transformer.from_checkpoint(source, device)
+    elif flags.init_from:
+        folder = pretrained_folder(flags.init_from)
+        check_pretrained_tokenizer(folder, flags.data, meta)
+        model = Transformer.from_pretrained(folder, flags.block_size, device=device)
+    else:
+        config = replace(PRESETS[flags.preset], vocab_size=meta['vocab_size'], H=flags.H,
+                         delta_blocks=flags.delta_blocks, query_init_std=flags.query_init_std, **{name: getattr(flags, name) for name in SHAPE})
+        model = Transformer(config).to(device)
+    if flags.graft and not saved:
+        model = model.graft(flags.H, flags.delta_blocks, flags.query_init_std)
+    model.config.router = flags.router
+    return model
 
 
 def start(flags, saved, rank, world, device):
@@ -371,16 +479,19 @@ def start(flags, saved, rank, world, device):
     if world > 1:
         dist.barrier()      # rank 0 writes to OUT from here on, so everybody must have looked before
     meta = data.read_meta(flags.data)
-    if saved:
-        check_tokenizer(saved, flags.data)
-    config = Config(vocab_size=meta['vocab_size'], H=flags.H, query_init_std=flags.query_init_std,
-                    router=flags.router, **{name: getattr(flags, name) for name in SHAPE})
     torch.manual_seed(flags.seed)
-    model = Transformer(config).to(device)
-    model.checkpoint_sublayers = flags.checkpoint_sublayers
-    optimizer = torch.optim.AdamW(model.parameter_groups(flags.weight_decay), lr=flags.lr,
+    model = initial_model(flags, saved, meta, device)
+    model.checkpoint_sublayers, model.z_loss, config = flags.checkpoint_sublayers, flags.z_loss, model.config
+    description = describe(model, flags, device)
+    ema = copy.deepcopy(model).requires_grad_(False) if flags.ema else None
+    if saved and ema:
+        ema.load_state_dict(saved['ema'])
+    if flags.fsdp:
+        for part in [model, ema] if ema else [model]:
+            shard(part)
+    optimizer = torch.optim.AdamW(model.parameter_groups(flags.weight_decay, flags.decay_embedding), lr=flags.lr,
                                   betas=(flags.beta1, flags.beta2), eps=1e-8, fused=True)
-    run = Run(flags, rank, world, device, meta, model, optimizer,
+    run = Run(flags, rank, world, device, meta, model, ema, optimizer,
               loader=data.Loader(data.Windows(flags.data, 'train', config.block_size), flags.seed, rank, world),
               val=data.Windows(flags.data, 'val', config.block_size), val_indices=[])
     run.val_indices = data.fixed_windows(run.val, flags.eval_windows)
@@ -392,18 +503,20 @@ def start(flags, saved, rank, world, device):
         run.bytes_per_token = bytes_per_token(run.val, run.val_indices, run.tokenizer)
     except data.DataError as error:
         run.say(f"no bits per byte and no sample: {error}")
+    if run.sum_over_ranks([float(run.tokenizer is None)])[0]:
+        run.tokenizer = None        # under FSDP all processes sample together or none does
     if saved:
         run.step = saved['step']
-        model.load_state_dict(saved['model'])
-        optimizer.load_state_dict(saved['optimizer'])
+        set_optimizer_state_dict(model, optimizer, saved['optimizer'], options=StateDictOptions(full_state_dict=True))
         torch.set_rng_state(saved['rng'])
         run.loader.position = saved['position']
         run.loader.batch_hash = saved['batch_hash'] if rank == 0 else 0     # the ranks' hashes add up
-    routing = f"{model.router_on(device)} routing, " if config.H else ''
-    run.say(f"{model.describe()}\n{'bf16' if uses_bf16(device, flags.dtype) else 'fp32'} on {device}, {routing}"
-            f"torch.compile {'on' if flags.compile else 'off' if triton_runs(device) else 'off (it needs a GPU)'}")
+    run.say(description)
     if flags.compile:
-        model.compile_parts()
+        # FSDP gathers around each sublayer, so the sublayers compile each on its own. Its hooks stay outside of the
+        # graphs, whichever comes first. optimize_ddp cuts graphs up where a bucket of DDP's is full, so that gradients
+        # travel while the backward pass goes on: one graph of the whole model needs that, separate sublayers do not.
+        torch._dynamo.config.optimize_ddp = model.compile_parts(whole=not flags.fsdp)
     if rank == 0:
         Path(flags.out).mkdir(parents=True, exist_ok=True)
         if not saved:       # --overwrite: no checkpoint of the old run under the new run's log
@@ -414,12 +527,21 @@ def start(flags, saved, rank, world, device):
     return run
 
 
+def describe(model, flags, device):
+    routing = f"{model.router_on(device)} routing, " if model.config.H else ''
+    return (f"{model.describe()}\n{'bf16' if uses_bf16(device, flags.dtype) else 'fp32'} on {device}, {routing}"
+            f"torch.compile {'on' if flags.compile else 'off' if triton_runs(device) else 'off (it needs a GPU)'}"
+            f"{', FSDP' if flags.fsdp else ''}")
+
+
 def evaluate(run):
     """-> {val_loss, nats per token; val_bpb, bits per byte, None without tokenizer} over the fixed windows."""
+    mine = run.val_indices[run.rank::run.world]
+    short = len(mine) < len(run.val_indices[::run.world])   # FSDP's forward passes need all: one window more, unused
     # Uncompiled is the code that eval.py runs, and its shapes cost no recompilation.
     with run.autocast(), torch.compiler.set_stance('force_eager'):
-        losses = window_losses(run.model, run.val, run.val_indices[run.rank::run.world], run.flags.micro_batch,
-                               run.device)
+        losses = window_losses(run.model, run.val, mine + run.val_indices[:short], run.flags.micro_batch, run.device)
+    losses = losses[:len(mine)]
     nats = run.sum_over_ranks([losses.sum().item()])[0] / len(run.val_indices)
     return {'val_loss': nats, 'val_bpb': run.bytes_per_token and nats / math.log(2) / run.bytes_per_token}
 
@@ -431,12 +553,17 @@ def fingerprint(windows):
 
 def save(run, batch_hash):
     """Refuses to put weights that are no numbers in the place of good ones: the last update may have broken them."""
-    if not all(p.isfinite().all() for p in run.model.parameters()):
+    broken = not all(local(p).isfinite().all() for p in run.model.parameters())
+    if run.sum_over_ranks([float(broken)])[0]:
         stop_non_finite(run, "the weights are no longer finite")
+    whole = StateDictOptions(full_state_dict=True, cpu_offload=True)    # all processes gather, for rank 0
+    model = get_model_state_dict(run.model, options=whole)
+    ema = get_model_state_dict(run.ema, options=whole) if run.ema else None
+    optimizer = get_optimizer_state_dict(run.model, run.optimizer, options=whole)
     if run.rank == 0:
         save_checkpoint(Path(run.flags.out, 'ckpt.pt'), {
             'step': run.step, 'tokens': run.step * run.flags.batch * run.flags.block_size,
-            'model': run.model.state_dict(), 'optimizer': run.optimizer.state_dict(), 'rng': torch.get_rng_state(),
+            'model': model, 'ema': ema, 'optimizer': optimizer, 'rng': torch.get_rng_state(),
             'position': run.loader.position, 'batch_hash': batch_hash, 'flags': asdict(run.flags),
             'model_config': asdict(run.model.config), 'tokenizer': run.meta['tokenizer'],
             'fingerprint': run.fingerprint})
@@ -449,8 +576,11 @@ def stop_non_finite(run, what):
              f"A lower --lr, a longer --warmup or --clip may help")
 
 
-def train_step(run, ddp):
-    """One optimizer step over `batch` sequences -> (loss, gradient norm), tensors that were not waited for."""
+def train_step(run, model):
+    """
+    One optimizer step over `batch` sequences -> (loss, gradient norm), tensors that were not waited for. `model` is
+    run.model, in DDP's wrapping if there is one.
+    """
     flags, loss_sum = run.flags, 0.0
     micro_steps = flags.batch // (flags.micro_batch * run.world)
     for group in run.optimizer.param_groups:
@@ -459,15 +589,20 @@ def train_step(run, ddp):
         x, y = run.loader.next_batch(flags.micro_batch)
         if run.device.type == 'cuda':
             x, y = (t.pin_memory().to(run.device, non_blocking=True) for t in (x, y))
-        last = i == micro_steps - 1     # the only backward pass in which DDP must average gradients
-        with nullcontext() if last or run.world == 1 else ddp.no_sync():
+        # DDP averages gradients in the last backward pass. FSDP does so in each: a process holds its part of them only.
+        waits = isinstance(model, DistributedDataParallel) and i < micro_steps - 1
+        with model.no_sync() if waits else nullcontext():
             with run.autocast():
-                loss = ddp(x, y) / micro_steps
+                loss = model(x, y) / micro_steps
             loss.backward()
         loss_sum = loss_sum + loss.detach()
     norm = torch.nn.utils.clip_grad_norm_(run.model.parameters(), flags.clip or math.inf)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     run.optimizer.step()
     run.optimizer.zero_grad(set_to_none=True)
+    if run.ema:
+        average, weights = ([local(p) for p in model.parameters()] for model in (run.ema, run.model))
+        get_ema_multi_avg_fn(flags.ema)(average, weights, None)
     run.step += 1
     return loss_sum, norm
 
@@ -475,7 +610,7 @@ def train_step(run, ddp):
 def train(run):
     """Steps until --steps, --stop_at, --max_minutes or a signal -> whether a signal ended it."""
     flags = run.flags
-    ddp = DistributedDataParallel(run.model) if run.world > 1 else run.model
+    model = run.model if run.world == 1 or flags.fsdp else DistributedDataParallel(run.model)
     asked = []                          # signals received; a second Ctrl-C ends the process at once
     def ask_to_stop(signum, frame):
         asked.append(signum)
@@ -489,7 +624,7 @@ def train(run):
     begin = since = time.time()
     losses = []                         # of the steps since the last record
     while run.step < end:
-        loss, norm = train_step(run, ddp)
+        loss, norm = train_step(run, model)
         losses.append(loss)
         evaluating = bool(flags.eval_interval) and run.step % flags.eval_interval == 0
         saving = run.step % flags.save_interval == 0
@@ -530,12 +665,12 @@ def finish(run):
     result = evaluate(run)
     if run.log:
         run.log({'kind': 'final', 'step': run.step, **result})
-        print(f"(over {len(run.val_indices)} of {len(run.val)} validation windows; eval.py val reads all)")
-        if run.tokenizer:
-            with run.autocast(), torch.compiler.set_stance('force_eager'):
-                text = sample_text(run.model, run.tokenizer, '', 200, seed=run.flags.seed)
-            print(f"sample: {text[:200]}")
-        print(f"saved {run.flags.out}/ckpt.pt; look at it with: python eval.py sample {run.flags.out}")
+    run.say(f"(over {len(run.val_indices)} of {len(run.val)} validation windows; eval.py val reads all)")
+    if run.tokenizer and (run.rank == 0 or run.flags.fsdp):
+        with run.autocast(), torch.compiler.set_stance('force_eager'):
+            text = sample_text(run.model, run.tokenizer, '', 200, seed=run.flags.seed)
+        run.say(f"sample: {text[:200]}")
+    run.say(f"saved {run.flags.out}/ckpt.pt; look at it with: python eval.py sample {run.flags.out}")
 
 
 def main(argv=None):
@@ -558,6 +693,7 @@ def main(argv=None):
             run.say(f"stopped at step {run.step} of {flags.steps}; --out={flags.out} --resume goes on")
         if world > 1:
             dist.barrier()      # gloo aborts a process whose peer leaves while it tidies up
+            dist.destroy_process_group()
         if interrupted:
             sys.exit(130)
     except (ConfigError, EvalError, data.DataError, OSError) as error:
@@ -566,9 +702,13 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("train.py: interrupted, nothing more saved", file=sys.stderr)
         sys.exit(130)
-    finally:
-        if world > 1:
-            dist.destroy_process_group()
+    except RuntimeError as error:
+        # gloo tells of a lost process in words only. (Under NCCL torchrun ends a process that waits for a lost one.)
+        if world == 1 or not (isinstance(error, dist.DistError) or 'onnection' in str(error)):
+            raise
+        print(f"train.py: rank {rank}: another process was lost ({str(error).split('. ')[0]}). --resume goes on from "
+              f"what was saved last in {flags.out}, with any number of processes", file=sys.stderr, flush=True)
+        os._exit(1)             # at once: tidying up would wait for the lost one
 
 
 if __name__ == '__main__':
