@@ -1718,7 +1718,7 @@ def test_ceg_says_when_it_cannot_and_takes_an_alpha(runs, capsys):
     assert 'H = 0' in capsys.readouterr().err
     evaluation.main(['ceg', *runs, '--windows=8', '--alpha=0.1'])
     printed = capsys.readouterr().out
-    values = [evaluation.run_losses(run, SimpleNamespace(data=None, windows=8, batch=8), torch.device('cpu'))
+    values = [evaluation.run_losses(run, SimpleNamespace(ema=False, data=None, windows=8, batch=8), torch.device('cpu'))
               for run in runs]
     loss = [v[-1].double().mean().item() for v in values]
     C = [v[0].flops_per_token() * v[1]['tokens'] for v in values]
