@@ -53,7 +53,7 @@ try:
 except ImportError as error:
     raise ImportError("kernel.py needs Triton (on Linux: pip install triton)") from error
 
-from model import PRESETS, EagerRouter, Transformer, route
+from model import PRESETS, EagerRouter, Transformer, route, route_weights
 
 # Tuned on one H200. A site costs about N / (2S) rows for its older sources and S / 2 for those of its group.
 S = 8                   # sites (forward) or sources (backward) a group
@@ -293,14 +293,13 @@ def route_fwd(X, SRC, R, U, O, LSE, n, first, BT, D: tl.constexpr, H: tl.constex
     tl.store(stat, m + tl.log(l), mask=h < H)
 
 
-@triton.jit(do_not_specialize=["first", "sites", "tiles", "BT"])
-def group_fwd(SRC, R, UH, UL, O, LSE, first, sites, tiles, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-              TOKENS: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr,
-              S: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
-    """Sites first .. first+sites-1 over the sources that exist, 0 .. first, for one head of TOKENS tokens.
+@triton.jit(do_not_specialize=["sources", "first", "sites", "tiles", "BT"])
+def group_fwd(SRC, R, UH, UL, O, LSE, sources, first, sites, tiles, BT, D: tl.constexpr, H: tl.constexpr,
+              K: tl.constexpr, TOKENS: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+              W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
+    """Sites first .. first+sites-1 over the sources that exist, 0 .. sources-1, for one head of TOKENS tokens.
     Reads the sources (BT, D) through SRC, R (N, BT), and the queries as UH + UL (N, D), two 16-bit halves.
-    Writes the reads to rows 0 .. sites-1 of O (S, BT, D) and their lse to rows first .. of LSE (N, BT, H): the first
-    is complete, the others are for route_fwd to finish.
+    Writes the reads to rows 0 .. sites-1 of O (S, BT, D) and their lse to rows first .. of LSE (N, BT, H).
     Works on P tokens at once: their S sites each fill the 16 rows that a tensor core multiplies at least. A head is C
     chunks of the width, a warp each. One loop goes through (tokens, tile of sources), so that the next tile is on its
     way while this one is worked on, also from one token to the next."""
@@ -315,7 +314,7 @@ def group_fwd(SRC, R, UH, UL, O, LSE, first, sites, tiles, BT, D: tl.constexpr, 
     for it in range(0, TOKENS // P * tiles):
         t = tl.program_id(0) * TOKENS + it // tiles * P
         te, i = token(t + e // TILE, BT), it % tiles * TILE + e % TILE
-        alive = i <= first
+        alive = i < sources
         r = tl.load(R + i * step + te, mask=alive, other=0.)
         v = load((tensor(SRC, i, O) + te * D)[None, :, None], at, only(alive[None, :, None], real))    # (C, P TILE, W)
         logit = scores(v, uh)                                                      # (C, P TILE, S)
@@ -359,11 +358,11 @@ def softmax_grad(v, r, u, dh, lse, dhr):
     return p, p * (inner(dh, v) - dhr), logit
 
 
-@triton.jit(do_not_specialize=["first", "last", "stop", "tiles", "BT"])
-def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, last, stop, tiles, BT, D: tl.constexpr,
+@triton.jit(do_not_specialize=["first", "count", "start", "stop", "tiles", "BT"])
+def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, count, start, stop, tiles, BT, D: tl.constexpr,
               H: tl.constexpr, K: tl.constexpr, NP, TOKENS: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
               W: tl.constexpr, W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
-    """Sources first .. last under the sites last .. stop-1, which all read them, for one head of TOKENS tokens.
+    """Sources first .. first+count-1 under the sites start .. stop-1, which all read them; one head of TOKENS tokens.
     Reads the sources through SRC and R, UH, UL as group_fwd does, the read gradients dh (BT, D) through GRAD (N,), LSE
     and DHR = dh . read (N, BT, H). Writes p @ dh + r dl @ u to DX (S, BT, D), the norm's sum of dl * logit to
     DC (S, BT, H), r dl to DL (S, BT, H, NP). P tokens at once share the queries of a tile. Otherwise like group_fwd."""
@@ -371,14 +370,14 @@ def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, last, stop, til
     e, as_ = tl.arange(0, P * TILE), tl.arange(0, P * S)
     p3, e3, a3 = tl.arange(0, P)[:, None, None], tl.arange(0, TILE)[None, :, None], tl.arange(0, S)[None, None, :]
     at, real = row_of_head(h, K, C, W, W2)
-    source = tl.minimum(first + as_ % S, last)
+    source = first + tl.minimum(as_ % S, count - 1)
     src = tensor(SRC, source, DX)
     dv, dc = zeros(C, P * S, W, W2), tl.zeros((P, S), tl.float32)
     for it in range(0, TOKENS // P * tiles):
-        t, site = tl.program_id(0) * TOKENS + it // tiles * P, last + it % tiles * TILE + e % TILE
+        t, site = tl.program_id(0) * TOKENS + it // tiles * P, start + it % tiles * TILE + e % TILE
         ta, te, t3 = token(t + as_ // S, BT), token(t + e // TILE, BT), token(t + p3, BT)
         alive = site < stop
-        site3 = last + it % tiles * TILE + e3
+        site3 = start + it % tiles * TILE + e3
         v = upright(load((src + ta * D)[None, :, None], at, real))                 # (C, W, P S)
         r = tl.load(R + source * step + ta)
         dh = load((tensor(GRAD, site, DX) + te * D)[None, :, None], at, only(alive[None, :, None], real))
@@ -397,13 +396,13 @@ def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, last, stop, til
         dc += tl.sum(dl * logit, 1)
         dl = (dl * r.reshape(P, 1, S)).to(DL.dtype.element_ty)
         to_dl = ((a3 * step + t3) * H + h) * NP + site3
-        tl.store(DL + to_dl, dl, mask=(site3 < stop) & (first + a3 <= last))
+        tl.store(DL + to_dl, dl, mask=(site3 < stop) & (a3 < count))
         dlt = tl.broadcast_to(dl.trans(0, 2, 1).reshape(P * S, TILE)[None], (C, P * S, TILE))
         dv = mix(dlt, uh, mix(diagonal(p, dh), dh, dv))
         if it % tiles == tiles - 1:
             out = DX + (as_ % S * step + ta)[None, :, None] * D
-            store(out, at, only((first + as_ % S <= last)[None, :, None], real), dv)
-            tl.store(DC + (a3 * step + t3) * H + h, dc.reshape(P, 1, S), mask=first + a3 <= last)
+            store(out, at, only((as_ % S < count)[None, :, None], real), dv)
+            tl.store(DC + (a3 * step + t3) * H + h, dc.reshape(P, 1, S), mask=a3 < count)
             dv, dc = zeros(C, P * S, W, W2), tl.zeros((P, S), tl.float32)
 
 
@@ -449,10 +448,11 @@ def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D
     store(DX + out * D, at, real, combine(one, dv, -through_rms * one, v))
 
 
-@triton.jit(do_not_specialize=["first", "count", "stop", "BT"])
-def query_grad(SRC, DL, DU, first, count, stop, N, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
+@triton.jit(do_not_specialize=["first", "count", "start", "stop", "BT"])
+def query_grad(SRC, DL, DU, first, count, start, stop, N, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
                NP, SITES: tl.constexpr, TB: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
-    """Add sum over tokens of (r dl)^T @ s_i, for the sources first .. first+count-1, to the query gradients.
+    """Add sum over tokens of (r dl)^T @ s_i, for the sources first .. first+count-1, to the query gradients. The sites
+    that read source first+a are start+a .. stop-1.
     Program (part, chunk of a head, block of sites) takes every P-th block of TB tokens and owns its slice of
     DU (P, N, D), so that the sum has one order: no atomics. Reads the sources through SRC and DL (S, BT, H, NP)."""
     part, P = tl.program_id(0), tl.num_programs(0)
@@ -462,7 +462,7 @@ def query_grad(SRC, DL, DU, first, count, stop, N, BT, D: tl.constexpr, H: tl.co
     w = tl.arange(0, W)
     inside = ((w < CW) & (c + w < K))[None, :]
     at = h * K + c + w
-    site = first // 16 * 16 + tl.program_id(2) * SITES + tl.arange(0, SITES)     # aligned, for wide loads
+    site = tl.maximum(start, 0) // 16 * 16 + tl.program_id(2) * SITES + tl.arange(0, SITES)     # aligned: wide loads
     acc = tl.zeros((SITES, W), tl.float32)
     for t0 in range(part * TB, BT, P * TB):
         t = tl.cast(t0 + tl.arange(0, TB), tl.int64)
@@ -471,7 +471,7 @@ def query_grad(SRC, DL, DU, first, count, stop, N, BT, D: tl.constexpr, H: tl.co
             v = tl.load(tensor(SRC, first + a, DL) + t[:, None] * D + at[None, :], mask=live & inside, other=0.)
             to_dl = ((a * step + t) * H + h)[:, None] * NP + site[None, :]
             dl = tl.load(DL + to_dl, mask=live & (site < NP)[None, :], other=0.)
-            written = (site < stop) & (site >= first + a)
+            written = (site < stop) & (site >= start + a)
             dl = tl.where(written[None, :], dl, 0.).to(v.dtype)
             acc = dot(tl.trans(dl), v, acc)
     out = DU + (part * N + site[:, None]) * D + at[None, :]
@@ -531,8 +531,8 @@ class Tape:
     """What one forward and backward pass keeps: made on the first read, emptied by the last gradient. (State on an
     autograd context lives as long as somebody holds the loss.)"""
 
-    def __init__(self, queries, H, eps, source, S):
-        self.N, self.D = queries.shape
+    def __init__(self, queries, H, eps, source, S, sources=None):
+        self.N, self.D = queries.shape                             # sites, and as many sources if not told otherwise
         self.shape, self.dtype, self.H, self.eps, self.S = source.shape, source.dtype, H, eps, S
         self.BT, self.K = source.numel() // self.D, self.D // H
         self.C = pow2(triton.cdiv(self.K, 192))                    # chunks a head, a warp each in the group kernels
@@ -542,9 +542,9 @@ class Tape:
         padded = torch.nn.functional.pad(self.U, (0, 0, 0, TILE))  # the last tile may look beyond the end
         self.UH = padded.to(source.dtype)
         self.UL = (padded - self.UH.float()).to(source.dtype)
-        self.SRC = self.new(self.N + TILE, dtype=torch.int64)      # addresses
+        self.SRC = self.new((sources or self.N) + TILE, dtype=torch.int64)      # addresses
         self.sources = []                                          # what keeps them valid
-        self.R, self.LSE = self.new(self.N, self.BT), self.new(self.N, self.BT, H)
+        self.R, self.LSE = self.new(sources or self.N, self.BT), self.new(self.N, self.BT, H)
         self.O = {}                                                # reads, a tensor a group, by its first site
         self.versions = []                                         # of the sources, to notice a change in place
         self.last = None                                           # the site whose gradient came last
@@ -572,7 +572,6 @@ class Tape:
                                "through the same reads is not possible; run the forward pass again")
         first = self.last is None
         if first:
-            self.stop = n + 1
             changed = [i for i, x in enumerate(self.sources) if x._version != self.versions[i]]
             if changed:
                 raise RuntimeError(f"depth routing: sources {changed} were modified in place after they were read")
@@ -597,9 +596,52 @@ class Tape:
                     LOW=self.low, num_warps=self.C, num_stages=stages)
 
 
-def norm_source(s, x, n):
-    source_norm[(s.BT,)](x, s.SRC, s.R, n, s.BT, s.D, s.eps, WIDTH=pow2(s.D), num_warps=4)
+# Launches that two operators share.
 
+def norm_source(s, x, i):
+    source_norm[(s.BT,)](x, s.SRC, s.R, i, s.BT, s.D, s.eps, WIDTH=pow2(s.D), num_warps=4)
+
+
+def read_together(s, O, sources, first):
+    """Sites first .. of as many as O has rows, over sources 0 .. sources-1."""
+    group_fwd[(triton.cdiv(s.BT, TOKENS), s.H)](
+        s.SRC, s.R, s.UH, s.UL, O, s.LSE, sources, first, O.size(0), triton.cdiv(sources, TILE), s.BT, s.D, s.H, s.K,
+        **s.group_config(True))
+
+
+def begin_backward(s, sites):
+    s.stop, s.NP = sites, triton.cdiv(s.N, 16) * 16
+    s.GRAD, s.grads = s.new(s.N + TILE, dtype=torch.int64), []
+    s.DHR, s.DC = s.new(sites, s.BT, s.H), s.new(S, s.BT, s.H)
+    s.DL = s.new(S, s.BT, s.H, s.NP, dtype=s.dtype)
+    s.DU = torch.zeros(PARTS, s.N, s.D, device=s.U.device)
+
+
+def note_gradient(s, do, O, n, row):
+    site_dot[(s.BT,)](do, O, s.GRAD, s.DHR, n, row, s.BT, s.D, s.H, s.K, **s.row_config())
+
+
+def pull_together(s, first, start):
+    """What the sites from start on add to the gradients of sources first .. of as many as DX has rows."""
+    group_bwd[(triton.cdiv(s.BT, TOKENS), s.H)](
+        s.SRC, s.R, s.UH, s.UL, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, first, s.DX.size(0), start, s.stop,
+        triton.cdiv(s.stop - start, TILE), s.BT, s.D, s.H, s.K, s.NP, **s.group_config(False))
+
+
+def finish_gradient(s, do, O, n, first, end):
+    route_bwd[(s.BT,)](do, O, s.SRC, s.R, s.U, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, n, first, end, s.BT, s.D, s.H,
+                       s.K, s.NP, **s.row_config())
+
+
+def add_query_gradient(s, first, start):
+    """Of the sources first .. of as many as DX has rows; source first + a is read by the sites from start + a on."""
+    W = max(16, pow2(triton.cdiv(s.K, s.C)))
+    query_grad[(PARTS, s.H * s.C, triton.cdiv(s.stop - max(start, 0) // 16 * 16, 64))](
+        s.SRC, s.DL, s.DU, first, s.DX.size(0), start, s.stop, s.N, s.BT, s.D, s.H, s.K, s.NP, SITES=64,
+        TB=64 if W <= 128 else 32, W=W, C=s.C, num_warps=4)
+
+
+# SimpleRouter and DepthRouter.
 
 def simple_forward(s, x, n):
     O, _ = s.begin_site(n, x)
@@ -611,7 +653,7 @@ def simple_forward(s, x, n):
 def simple_backward(s, do, n):
     first = s.begin_gradient(n)
     if first:
-        s.DV, s.DU = s.new(s.stop, s.BT, s.D), torch.zeros_like(s.U)
+        s.DV, s.DU = s.new(n + 1, s.BT, s.D), torch.zeros_like(s.U)
     dq = s.new(s.BT, s.D)
     push_bwd[(s.BT,)](do, s.O.pop(n), s.SRC, s.R, s.U, s.LSE, s.DV, dq, n, s.BT, s.D, s.H, s.K, FIRST=first,
                       **s.row_config())
@@ -621,46 +663,32 @@ def simple_backward(s, do, n):
 
 def grouped_forward(s, x, n):
     O, first = s.begin_site(n, x)
-    shape = (s.BT, s.D, s.H, s.K)
     if n == first:
         norm_source(s, x, n)
-        group_fwd[(triton.cdiv(s.BT, TOKENS), s.H)](
-            s.SRC, s.R, s.UH, s.UL, O, s.LSE, n, O.size(0), triton.cdiv(n + 1, TILE), *shape,
-            **s.group_config(True))
+        read_together(s, O, n + 1, n)       # complete for site n, partial for the others of its group
     else:
-        route_fwd[(s.BT,)](x, s.SRC, s.R, s.U, O, s.LSE, n, first, *shape, s.eps, **s.row_config())
+        route_fwd[(s.BT,)](x, s.SRC, s.R, s.U, O, s.LSE, n, first, s.BT, s.D, s.H, s.K, s.eps, **s.row_config())
     return O[n - first]
 
 
 def grouped_backward(s, do, n):
     if s.begin_gradient(n):
-        s.NP = triton.cdiv(s.N, 16) * 16
-        s.GRAD, s.grads = torch.empty_like(s.SRC), []
-        s.DHR, s.DC = s.new(s.stop, s.BT, s.H), s.new(S, s.BT, s.H)
-        s.DL = s.new(S, s.BT, s.H, s.NP, dtype=s.dtype)
-        s.DU = torch.zeros(PARTS, s.N, s.D, device=do.device)
+        begin_backward(s, n + 1)
     s.grads.append(do)
     first, last = s.group(n)
     last = min(last, s.stop - 1)
-    end = s.stop if last == s.stop - 1 else last    # group_bwd does the sites from here on
-    O, shape = s.O[first], (s.BT, s.D, s.H, s.K)
+    end = s.stop if last == s.stop - 1 else last    # the sites from here on are pulled together
     if n == last:
         s.DX = s.new(last + 1 - first, s.BT, s.D, dtype=s.dtype)
     if n == s.stop - 1:
         s.DX.zero_(), s.DC.zero_()
     elif n == last:
-        site_dot[(s.BT,)](do, O, s.GRAD, s.DHR, n, n - first, *shape, **s.row_config())
-        group_bwd[(triton.cdiv(s.BT, TOKENS), s.H)](
-            s.SRC, s.R, s.UH, s.UL, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, first, last, s.stop,
-            triton.cdiv(s.stop - last, TILE), *shape, s.NP, **s.group_config(False))
-    route_bwd[(s.BT,)](do, O, s.SRC, s.R, s.U, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, n, first, end, *shape, s.NP,
-                       **s.row_config())
+        note_gradient(s, do, s.O[first], n, n - first)
+        pull_together(s, first, n)
+    finish_gradient(s, do, s.O[first], n, first, end)
     dx = s.DX[n - first]
     if n == first:
-        W = max(16, pow2(triton.cdiv(s.K, s.C)))
-        query_grad[(PARTS, s.H * s.C, triton.cdiv(s.stop - first // 16 * 16, 64))](
-            s.SRC, s.DL, s.DU, first, last + 1 - first, s.stop, s.N, *shape, s.NP, SITES=64,
-            TB=64 if W <= 128 else 32, W=W, C=s.C, num_warps=4)
+        add_query_gradient(s, first, first)
         s.DX = None
         del s.O[first]
     return dx
@@ -739,6 +767,56 @@ class SimpleRouter(DepthRouter):
 OPERATORS = {"fused": DepthRouter, "fused_simple": SimpleRouter}
 
 
+# The delta form: the sites of a group of layers all read the same sources, which exist before the group runs.
+
+class GroupRead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, queries, H, eps, *sources):
+        sources = [aligned(x.detach()) for x in sources]
+        s = Tape(queries, H, eps, sources[0], S, len(sources))
+        for i, x in enumerate(sources):
+            norm_source(s, x, i)
+        O = s.new(s.N, s.BT, s.D, dtype=s.dtype)
+        for first in range(0, s.N, S):
+            read_together(s, O[first:first + S], len(sources), first)
+        ctx.save_for_backward(O, *sources)
+        ctx.tape = s
+        ctx.set_materialize_grads(False)
+        return tuple(read.view(s.shape) for read in O)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads):
+        s, (O, *sources) = ctx.tape, ctx.saved_tensors      # which raises in a second backward pass
+        begin_backward(s, s.N)
+        for n, do in enumerate(grads):
+            do = s.new(s.BT, s.D, dtype=s.dtype).zero_() if do is None else aligned(do.to(s.dtype))
+            s.grads.append(do)
+            note_gradient(s, do, O, n, n)
+        gradients = []
+        for first in range(0, len(sources), S):
+            s.DX = s.new(min(S, len(sources) - first), s.BT, s.D, dtype=s.dtype)
+            pull_together(s, first, 0)
+            for i in range(first, first + s.DX.size(0)):
+                finish_gradient(s, s.grads[0], O, i, first, 0)
+            add_query_gradient(s, first, -S)        # all sites read all sources
+            gradients += [dx.view(s.shape) for dx in s.DX]
+        du = s.DU.sum(0)
+        s.clear()
+        return du, None, None, *gradients
+
+
+def group_reads(sources, queries, H, eps=1e-6):
+    """
+    What S sites that read the same sources read of them, all at once. sources: a list of M tensors (..., D) of one
+    dtype; queries (S, D) fp32 = query * gain -> S tensors (..., D). Differentiable in both, once. H must divide D
+    (ValueError).
+    """
+    if queries.dim() != 2 or queries.size(1) % H:
+        raise ValueError(f"queries must be (S, D) with D a multiple of H = {H}, not {tuple(queries.shape)}")
+    return GroupRead.apply(queries, H, eps, *sources)
+
+
 # The gate: no time counts before this is green.
 
 def all_reads(sources, queries, H):
@@ -756,12 +834,29 @@ def with_gradients(reads_of, sources, queries, weights):
     return [torch.stack([x.detach() for x in reads]), torch.stack(grads[:-1]), grads[-1]]
 
 
+def rounding(sources, queries, weights, H):
+    """
+    dl = p (dh . s - dh . read) takes each read as it was stored, rounded, as FlashAttention does. Where one source has
+    all the weight the difference is 0 and the rounding all there is. -> how far that moves [reads, source gradients,
+    query gradients], as norms: root mean squares for independent errors as large as the numbers that are rounded.
+    """
+    sources, one = torch.stack(sources), torch.ones_like(queries[0])
+    r = torch.rsqrt(sources.square().mean(-1, keepdim=True))                                # (N, 1, T, 1)
+    moved, moved_queries = torch.zeros_like(sources).unflatten(-1, (H, -1)), []
+    for n, (query, dh) in enumerate(zip(queries, weights)):
+        s = sources[:n + 1]
+        p = (route_weights(s, query, one, H) * r[:n + 1]).unsqueeze(-1)                     # (n + 1, 1, T, H, 1)
+        dot = (dh * route(s, query, one, H)).square().unflatten(-1, (H, -1)).sum(-1, keepdim=True)     # (1, T, H, 1)
+        moved[:n + 1] += dot * p.square() * query.square().unflatten(-1, (H, -1))
+        moved_queries.append((dot * (p * s.unflatten(-1, (H, -1))).sum(0).square()).sum())
+    return [0.0, moved.sum().sqrt(), sum(moved_queries).sqrt()]
+
+
 def check_case(router, N, H, K, T, scale, dtype, device):
     """
     -> (errors, allowed errors) of reads, source gradients and query gradients: ||a - b|| / ||b|| against fp64, inf
-    where two runs differ in a bit. fp32 may be 1e-5 off, or 4x as far as eager fp32 is; 16 bits 1.2x as far as eager,
-    but 3x in the query gradients: dh . read takes the read as it was stored, rounded, as FlashAttention does, and
-    where one source has all the weight there is little else in dl. Buffers are poisoned: what nobody writes is NaN.
+    where two runs differ in a bit. fp32 may be 1e-5 off, or 4x as far as eager fp32 is; 16 bits 1.2x as far as eager;
+    with large logits (scale > 1) both also by what `rounding` says. Buffers are poisoned: what nobody writes is NaN.
     """
     g = torch.Generator().manual_seed(N * H + K)
     sources = [(torch.randn(1, T, H * K, generator=g) * (.5 + i % 3)).to(device, dtype) for i in range(N)]
@@ -778,14 +873,17 @@ def check_case(router, N, H, K, T, scale, dtype, device):
     finally:
         torch.empty = empty
     eager = with_gradients(lambda s, q: all_reads(s, q, H), sources, queries, weights)
-    truth = with_gradients(lambda s, q: all_reads(s, q, H), [x.double() for x in sources], queries.double(),
-                           [w.double() for w in weights])
+    exact = [x.double() for x in sources], queries.double(), [w.double() for w in weights]
+    truth = with_gradients(lambda s, q: all_reads(s, q, H), *exact)
+    norms = [x.norm().clamp_min(1e-9) for x in truth]
 
     def errors(results):
-        return [((a.double() - b).norm() / b.norm().clamp_min(1e-9)).item() for a, b in zip(results, truth)]
+        return [((a.double() - b).norm() / norm).item() for a, b, norm in zip(results, truth, norms)]
     same = all(torch.equal(a, b) for a, b in zip(got, again))
-    slack = [1.2, 1.2, 3.0]
-    allowed = [max(1e-5, 4 * e) if dtype == torch.float32 else s * e + 1e-4 for s, e in zip(slack, errors(eager))]
+    allowed = [max(1e-5, 4 * e) if dtype == torch.float32 else 1.2 * e + 1e-4 for e in errors(eager)]
+    if scale > 1:
+        half_unit = torch.finfo(dtype).eps / 2      # as large as the rounding of a number can be
+        allowed = [a + half_unit * float(m / norm) for a, m, norm in zip(allowed, rounding(*exact, H), norms)]
     return errors(got) if same else [float("inf")] * 3, allowed
 
 

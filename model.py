@@ -92,6 +92,8 @@ class Config:
         require(self.rope_scaling is None or self.rope_scaling.keys() == set(ROPE_SCALING), 'rope_scaling',
                 f"None or numbers for {', '.join(ROPE_SCALING)}")
         require(self.router in ROUTERS, 'router', f"one of {', '.join(ROUTERS)}")
+        require(self.router != 'fused_simple' or self.delta_blocks == 0, 'router',
+                "auto, eager or fused in delta form, whose sites come in groups")
 
     @property
     def head_size(self):
@@ -392,10 +394,8 @@ class Transformer(nn.Module):
         """
         What config.router comes to on a device: 'eager' (`route`, anywhere), or one of the Triton operators of
         kernel.py, 'fused' or 'fused_simple'. 'auto' is fused where Triton runs and eager elsewhere. ConfigError if a
-        fused one is asked for where it cannot run. The delta form, of which no operator knows yet, is always eager.
+        fused one is asked for where it cannot run.
         """
-        if self.config.delta_blocks > 0:
-            return 'eager'
         router = self.config.router
         if router == 'auto':
             return 'fused' if triton_runs(device) else 'eager'
@@ -414,10 +414,13 @@ class Transformer(nn.Module):
         return kernel.OPERATORS[name](self.queries * self.gains, c.H, c.norm_eps)
 
     def read_group(self, sources, sites):
-        """Delta form: what a group's sites (a slice of S) read of these sources, a list -> (S, B, T, D)."""
-        c, sources = self.config, torch.stack(sources)
-        return torch.stack([read_eagerly(route, sources, query, gain, c.H, c.norm_eps)
-                            for query, gain in zip(self.queries[sites], self.gains[sites])])
+        """Delta form: what a group's sites (a slice of S) read of these sources, a list -> S tensors (B, T, D)."""
+        c, queries, gains = self.config, self.queries[sites], self.gains[sites]
+        if self.router_on(sources[0].device) == 'eager' or sources[0].dtype == torch.float64:
+            sources = torch.stack(sources)
+            return [read_eagerly(route, sources, query, gain, c.H, c.norm_eps) for query, gain in zip(queries, gains)]
+        import kernel
+        return kernel.group_reads(sources, queries * gains, c.H, c.norm_eps)
 
     def hidden(self, idx, caches=None):
         """idx (B, T) -> the last hidden states, normalised, (B, T, D). This is where plain and MHAR differ."""
