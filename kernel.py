@@ -50,6 +50,7 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 try:
     import triton
     import triton.language as tl
+    from triton.runtime.errors import OutOfResources
 except ImportError as error:
     raise ImportError("kernel.py needs Triton (on Linux: pip install triton)") from error
 
@@ -588,12 +589,13 @@ class Tape:
         HB = pow2(self.H)
         return dict(HB=HB, W=min(pow2(self.K), max(1, 256 // HB)), num_warps=1)
 
-    def group_config(self, forward):
-        """The kernels of one head. P and num_stages fill the registers and the shared memory, which fp32 soon does."""
+    def group_configs(self, forward):
+        """The kernels of one head: what is fastest on an H200, then what needs less registers and shared memory."""
         P = 2 if self.low and (forward or self.C == 1) else 1
         stages = 1 if not self.low else 3 if self.K <= 128 and not forward else 2
-        return dict(P=P, C=self.C, **blocks(triton.cdiv(self.K, self.C), 16), S=S, TILE=TILE, TOKENS=TOKENS,
-                    LOW=self.low, num_warps=self.C, num_stages=stages)
+        rest = dict(C=self.C, **blocks(triton.cdiv(self.K, self.C), 16), S=S, TILE=TILE, TOKENS=TOKENS, LOW=self.low,
+                    num_warps=self.C)
+        return [dict(P=p, num_stages=n, **rest) for p, n in ((P, stages), (1, 2), (1, 1))]
 
 
 # Launches that two operators share.
@@ -602,11 +604,20 @@ def norm_source(s, x, i):
     source_norm[(s.BT,)](x, s.SRC, s.R, i, s.BT, s.D, s.eps, WIDTH=pow2(s.D), num_warps=4)
 
 
+def launch_group(kernel, s, forward, *args):
+    for config in s.group_configs(forward):
+        try:
+            return kernel[(triton.cdiv(s.BT, TOKENS), s.H)](*args, **config)
+        except OutOfResources as error:
+            refused = error
+    raise RuntimeError(f"depth routing: H = {s.H} at width {s.D} does not fit this GPU ({refused}); the routers "
+                       f"fused_simple and eager do") from refused
+
+
 def read_together(s, O, sources, first):
     """Sites first .. of as many as O has rows, over sources 0 .. sources-1."""
-    group_fwd[(triton.cdiv(s.BT, TOKENS), s.H)](
-        s.SRC, s.R, s.UH, s.UL, O, s.LSE, sources, first, O.size(0), triton.cdiv(sources, TILE), s.BT, s.D, s.H, s.K,
-        **s.group_config(True))
+    launch_group(group_fwd, s, True, s.SRC, s.R, s.UH, s.UL, O, s.LSE, sources, first, O.size(0),
+                 triton.cdiv(sources, TILE), s.BT, s.D, s.H, s.K)
 
 
 def begin_backward(s, sites):
@@ -623,9 +634,8 @@ def note_gradient(s, do, O, n, row):
 
 def pull_together(s, first, start):
     """What the sites from start on add to the gradients of sources first .. of as many as DX has rows."""
-    group_bwd[(triton.cdiv(s.BT, TOKENS), s.H)](
-        s.SRC, s.R, s.UH, s.UL, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, first, s.DX.size(0), start, s.stop,
-        triton.cdiv(s.stop - start, TILE), s.BT, s.D, s.H, s.K, s.NP, **s.group_config(False))
+    launch_group(group_bwd, s, False, s.SRC, s.R, s.UH, s.UL, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, first,
+                 s.DX.size(0), start, s.stop, triton.cdiv(s.stop - start, TILE), s.BT, s.D, s.H, s.K, s.NP)
 
 
 def finish_gradient(s, do, O, n, first, end):
@@ -635,10 +645,10 @@ def finish_gradient(s, do, O, n, first, end):
 
 def add_query_gradient(s, first, start):
     """Of the sources first .. of as many as DX has rows; source first + a is read by the sites from start + a on."""
-    W = max(16, pow2(triton.cdiv(s.K, s.C)))
-    query_grad[(PARTS, s.H * s.C, triton.cdiv(s.stop - max(start, 0) // 16 * 16, 64))](
-        s.SRC, s.DL, s.DU, first, s.DX.size(0), start, s.stop, s.N, s.BT, s.D, s.H, s.K, s.NP, SITES=64,
-        TB=64 if W <= 128 else 32, W=W, C=s.C, num_warps=4)
+    C = triton.cdiv(s.K, 128)               # chunks a head
+    query_grad[(PARTS, s.H * C, triton.cdiv(s.stop - max(start, 0) // 16 * 16, 64))](
+        s.SRC, s.DL, s.DU, first, s.DX.size(0), start, s.stop, s.N, s.BT, s.D, s.H, s.K, s.NP, SITES=64, TB=64,
+        W=max(16, pow2(triton.cdiv(s.K, C))), C=C, num_warps=4)
 
 
 # SimpleRouter and DepthRouter.
@@ -787,7 +797,7 @@ class GroupRead(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        s, (O, *sources) = ctx.tape, ctx.saved_tensors      # which raises in a second backward pass
+        s, (O, *sources) = ctx.tape, ctx.saved_tensors
         begin_backward(s, s.N)
         for n, do in enumerate(grads):
             do = s.new(s.BT, s.D, dtype=s.dtype).zero_() if do is None else aligned(do.to(s.dtype))
@@ -802,15 +812,15 @@ class GroupRead(torch.autograd.Function):
             add_query_gradient(s, first, -S)        # all sites read all sources
             gradients += [dx.view(s.shape) for dx in s.DX]
         du = s.DU.sum(0)
-        s.clear()
+        s.GRAD = s.grads = s.DHR = s.DC = s.DL = s.DU = s.DX = None     # the tape lives as long as the loss is held
         return du, None, None, *gradients
 
 
 def group_reads(sources, queries, H, eps=1e-6):
     """
     What S sites that read the same sources read of them, all at once. sources: a list of M tensors (..., D) of one
-    dtype; queries (S, D) fp32 = query * gain -> S tensors (..., D). Differentiable in both, once. H must divide D
-    (ValueError).
+    dtype; queries (S, D) fp32 = query * gain -> S tensors (..., D). Differentiable in both. ValueError if H does not
+    divide D.
     """
     if queries.dim() != 2 or queries.size(1) % H:
         raise ValueError(f"queries must be (S, D) with D a multiple of H = {H}, not {tuple(queries.shape)}")

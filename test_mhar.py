@@ -450,9 +450,12 @@ def test_fused_equals_eager_in_every_read_and_gradient():
 
 
 @needs_triton
-@pytest.mark.parametrize('name, H', [('fused', 1), ('fused', 4), ('fused_simple', 4)])
-def test_a_fused_model_equals_an_eager_one(name, H):
-    model, idx, results = small_model(H, n_layer=4).float().to(DEVICE), tokens(1, 5).to(DEVICE), []
+@pytest.mark.parametrize('name, form', [('fused', dict(H=1)), ('fused', dict(H=4)), ('fused_simple', dict(H=4)),
+                                        ('fused', dict(H=4, delta_blocks=2))])
+def test_a_fused_model_equals_an_eager_one(name, form):
+    model, idx, results = small_model(n_layer=4, **form).float().to(DEVICE), tokens(1, 5).to(DEVICE), []
+    if 'delta_blocks' in form:
+        torch.nn.init.normal_(model.gates)      # at 0 they would hide the reads
     for model.config.router, model.checkpoint_sublayers in (('eager', False), (name, False), (name, True)):
         loss = model(idx, idx)
         results.append([loss, *torch.autograd.grad(loss, model.parameters())])
@@ -464,6 +467,55 @@ def test_a_fused_model_equals_an_eager_one(name, H):
     changed = idx.clone()
     changed[:, 3:] += 1
     assert torch.equal(model(idx)[:, :3], model(changed)[:, :3]), "no future token changes an earlier logit"
+
+
+@needs_triton
+@pytest.mark.parametrize('M, sites, H, K, T', [(2, 3, 2, 16, 1), (9, 10, 4, 20, 5), (3, 2, 1, 200, 3)])
+def test_group_reads_equal_route_in_every_read_and_gradient(M, sites, H, K, T):
+    g = torch.Generator().manual_seed(0)
+    sources = [torch.randn(1, T, H * K, generator=g).to(DEVICE).requires_grad_() for _ in range(M)]
+    queries = (torch.randn(sites, H * K, generator=g) / K ** 0.5).to(DEVICE).requires_grad_()
+    weights = [torch.randn(1, T, H * K, generator=g).to(DEVICE) for _ in range(sites)]
+    one = torch.ones_like(queries[0])
+    fused, eager = kernel.group_reads(sources, queries, H), [route(sources, query, one, H) for query in queries]
+    results = [[*reads, *torch.autograd.grad(reads[:-1], [*sources, queries], weights[:-1], retain_graph=True)]
+               for reads in (fused, fused, eager)]      # the last read is not used
+    for got, again, want in zip(*results):
+        assert torch.equal(got, again) and (got - want).norm() <= 1e-5 * want.norm()
+    with pytest.raises(ValueError, match='multiple of H = 3'):
+        kernel.group_reads(sources, queries, 3)
+
+
+@needs_triton
+def test_a_gpu_with_less_shared_memory_gets_a_smaller_configuration_or_a_clear_error(monkeypatch):
+    q, x, tried = some_queries(), torch.randn(1, 3, 32, device=DEVICE), []
+
+    class Refusing:     # stands in for the kernel
+        def __init__(self, takes):
+            self.takes = takes
+        def __getitem__(self, grid):
+            def launch(*args, **config):
+                tried.append((config['P'], config['num_stages']))
+                if tried[-1] != self.takes:
+                    raise kernel.OutOfResources(300_000, 101_376, 'shared memory')
+                return group_fwd[grid](*args, **config)
+            return launch
+    group_fwd, want = kernel.group_fwd, kernel.DepthRouter(q, 2)(x.half())
+    monkeypatch.setattr(kernel, 'group_fwd', Refusing((1, 1)))
+    assert torch.equal(kernel.DepthRouter(q, 2)(x.half()), want) and tried == [(2, 2), (1, 2), (1, 1)]
+    monkeypatch.setattr(kernel, 'group_fwd', Refusing(None))
+    with pytest.raises(RuntimeError, match='H = 2 at width 32 does not fit this GPU .*shared memory'):
+        kernel.DepthRouter(q, 2)(x)
+
+
+@needs_triton
+def test_a_grafted_model_is_its_base_bit_for_bit_with_the_fused_reads():
+    base, idx = small_model(0).float().to(DEVICE), tokens(2, 9).to(DEVICE)
+    model = base.graft(H=4, delta_blocks=2)
+    model.config.router = 'fused'
+    for bf16 in (False, True) if DEVICE == 'cuda' else (False,):      # the interpreter's bf16 is a bit pattern
+        with torch.autocast(DEVICE, torch.bfloat16, enabled=bf16):
+            assert torch.equal(model(idx), base(idx))
 
 
 @needs_triton
