@@ -958,13 +958,18 @@ def text_data(tmp_path_factory):
     return str(data.prepare_stdlib(tmp_path_factory.mktemp('data')))
 
 
+# On the CPU, also where there is a GPU: on a CPU alone are two runs equal bit for bit.
 TINY = ['--n_layer=2', '--n_embd=32', '--n_head=4', '--n_kv_head=2', '--ffn_dim=48', '--block_size=32', '--batch=8',
-        '--lr=1e-2', '--eval_windows=8', '--log_interval=1']
+        '--lr=1e-2', '--eval_windows=8', '--log_interval=1', '--device=cpu']
 
 
 def run_train(text_data, out, *flags):
     train.main(TINY + [f'--data={text_data}', f'--out={out}', *flags])
     return evaluation.read_log(out)
+
+
+def run_eval(command, *args):
+    evaluation.main([command, '--device=cpu', *args])
 
 
 def losses(log, kind='train'):
@@ -989,7 +994,7 @@ def same(a, b):
 def refused(capsys, *flags):
     """What train.py prints when it refuses these flags: one line, with a non-zero exit."""
     with pytest.raises(SystemExit) as end:
-        train.main(list(flags))
+        train.main(['--device=cpu', *flags])
     assert end.value.code not in (0, None)
     return capsys.readouterr().err.strip().splitlines()[-1]
 
@@ -1033,6 +1038,38 @@ def test_resume_continues_bit_for_bit(text_data, tmp_path, form):
     assert torch.equal(b['rng'], saved['rng'])
 
 
+@pytest.mark.skipif(not mhar.triton_runs(torch.device(DEVICE)), reason='there is no CUDA GPU on which Triton runs')
+@pytest.mark.parametrize('H, routing', [(0, ''), (2, ', fused routing')])
+def test_training_on_a_gpu_learns_resumes_and_evaluates(text_data, tmp_path, capsys, H, routing):
+    def run(out, *flags):       # in a process of its own, which may set what it likes of torch
+        done = subprocess.run([sys.executable, str(HERE / 'train.py'), *TINY, '--n_embd=64', f'--data={text_data}',
+                               '--device=cuda', '--dtype=bf16', f'--H={H}', '--steps=20', f'--out={out}', *flags],
+                              capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert f'bf16 on cuda:0{routing}, torch.compile on' in done.stdout
+        return evaluation.read_log(out)
+    log = run(tmp_path / 'whole')
+    assert log[0]['device'] == torch.cuda.get_device_name() and losses(log)[-1] < losses(log)[0] - 1
+    run(tmp_path / 'halves', '--stop_at=10')
+    resumed = run(tmp_path / 'halves', '--resume')
+    for kind in ('train', 'final'):         # not bit for bit: the order of some sums is not the same
+        assert losses(resumed, kind) == pytest.approx(losses(log, kind), abs=1e-2)
+    evaluation.main(['val', str(tmp_path / 'whole'), '--windows=8'])        # on the GPU, unless told otherwise
+    found = float(capsys.readouterr().out.split('val loss ')[1].split()[0])
+    assert found == pytest.approx(losses(log, 'final')[0], abs=1e-2)
+
+
+def test_the_device_is_checked_and_may_change_on_resume(text_data, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: False)
+    run_train(text_data, tmp_path / 'run', '--steps=3', '--stop_at=1', '--device=auto')
+    assert 'device = cuda: there is no CUDA GPU here; must be auto or cpu' in refused(
+        capsys, '--resume', '--device=cuda', f'--out={tmp_path}/run')
+    assert checkpoint(tmp_path / 'run')['flags']['device'] == 'auto'
+    train.main(['--resume', '--device=cpu', f'--out={tmp_path}/run', '--stop_at=2'])
+    train.main(['--resume', f'--out={tmp_path}/run'])
+    assert checkpoint(tmp_path / 'run')['step'] == 3 and checkpoint(tmp_path / 'run')['flags']['device'] == 'cpu'
+
+
 def test_resume_after_a_crash_drops_what_will_happen_again(text_data, tmp_path):
     out = tmp_path / 'run'
     log = run_train(text_data, out, '--steps=8', '--stop_at=4')
@@ -1063,7 +1100,7 @@ def test_two_processes_equal_one(text_data, tmp_path):
     flags = TINY + [f'--data={text_data}', f'--out={tmp_path}/two', '--steps=3', '--micro_batch=2']
     done = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
                            str(HERE / 'train.py'), *flags], capture_output=True, text=True,
-                          env=os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''})
+                          env=os.environ | {'OMP_NUM_THREADS': '1'})
     assert done.returncode == 0, done.stderr
     two = evaluation.read_log(tmp_path / 'two')
     assert losses(two) == pytest.approx(losses(one), abs=1e-5)
@@ -1092,7 +1129,7 @@ train.main()
         return subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
                                str(tmp_path / 'dying.py'), f'--out={out}', *flags],
                               capture_output=True, text=True, timeout=60,
-                              env=os.environ | {'OMP_NUM_THREADS': '1', 'CUDA_VISIBLE_DEVICES': ''})
+                              env=os.environ | {'OMP_NUM_THREADS': '1'})
     died = two(*TINY, *flags, f'--data={text_data}')
     assert died.returncode != 0 and 'rank 0: another process was lost' in died.stderr
     assert checkpoint(out)['step'] == 4
@@ -1159,8 +1196,7 @@ def test_a_damaged_log_line_is_told_and_not_dropped(text_data, tmp_path, capsys)
 def test_ctrl_c_saves_and_exits(text_data, tmp_path):
     out = tmp_path / 'run'
     process = subprocess.Popen([sys.executable, str(HERE / 'train.py'), *TINY, f'--data={text_data}', f'--out={out}',
-                                '--steps=100000'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                               env=os.environ | {'CUDA_VISIBLE_DEVICES': ''})
+                                '--steps=100000'], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while 'step 5/' not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
@@ -1218,6 +1254,7 @@ def test_flags_take_every_usual_form():
     (['--H=0', '--delta_blocks=2'], 'delta_blocks = 2: must be 0 where H = 0'),
     (['--H=0', '--query_init_std=0.02'], '--query_init_std cannot apply'),
     (['--steps=10', '--tokens=10'], 'give one'),
+    (['--device=gpu'], "device = 'gpu': must be auto, cpu or cuda"),
     (['--batch=8', '--micro_batch=3'], 'micro_batch = 3'),
     (['--lr=-1'], 'lr = -1.0: must be 0 or more'),
     (['--max_minutes=nan'], 'max_minutes = nan: must be'),
@@ -1255,7 +1292,7 @@ def test_decay_falls_on_matrices_only():
 
 def train_on(text_data, out, init_from, *flags):
     train.main([f'--data={text_data}', f'--out={out}', f'--init_from={init_from}', '--batch=8', '--micro_batch=8',
-                '--eval_windows=8', '--log_interval=1', *flags])
+                '--eval_windows=8', '--log_interval=1', '--device=cpu', *flags])
     return evaluation.read_log(out)
 
 
@@ -1279,14 +1316,14 @@ def test_a_run_is_grafted_and_its_control_sees_the_same_batches(text_data, runs,
     for name, p in saved['ema'].items():
         torch.testing.assert_close(p, 0.75 * base['model'][name] + 0.25 * saved['model'][name], rtol=1e-6, atol=1e-7)
     capsys.readouterr()
-    evaluation.main(['val', str(tmp_path / 'one'), '--windows=8'])
-    evaluation.main(['val', str(tmp_path / 'one'), '--windows=8', '--ema'])
+    run_eval('val', str(tmp_path / 'one'), '--windows=8')
+    run_eval('val', str(tmp_path / 'one'), '--windows=8', '--ema')
     raw, average = capsys.readouterr().out.strip().splitlines()
     assert f"{one[-1]['val_loss']:.4f}" in raw and raw != average
     for argv, words in ((['val', runs[0], '--ema'], 'holds no average'),
                         (['probe', str(tmp_path / 'graft')], 'delta form')):
         with pytest.raises(SystemExit):
-            evaluation.main(argv)
+            run_eval(*argv)
         assert words in capsys.readouterr().err
     for flags, words in (([f'--init_from={runs[1]}', '--graft'], 'needs a plain model (H = 0), and'),
                          ([f'--init_from={runs[0]}', '--graft', '--delta_blocks=0'], 'must be 1 or more with --graft'),
@@ -1303,8 +1340,8 @@ def test_a_pretrained_model_is_trained_on(text_data, tmp_path, capsys):
     config = train_on(text_data, tmp_path / 'run', tmp_path / 'hf', '--steps=4', '--graft', '--delta_blocks=3',
                       '--block_size=64')[0]['model_config']
     assert (config['block_size'], config['vocab_size'], config['delta_blocks']) == (64, 300, 3)
-    evaluation.main(['val', str(tmp_path / 'run'), '--windows=4', '--ema'])
-    evaluation.main(['sample', str(tmp_path / 'run'), '--tokens=8'])
+    run_eval('val', str(tmp_path / 'run'), '--windows=4', '--ema')
+    run_eval('sample', str(tmp_path / 'run'), '--tokens=8')
     (tmp_path / 'hf/tokenizer.json').write_text('{}')
     assert 'not of the model' in refused(capsys, f'--init_from={tmp_path}/hf', f'--data={text_data}',
                                          f'--out={tmp_path}/never')
@@ -1323,13 +1360,13 @@ def runs(text_data, tmp_path_factory):
 
 def test_two_evaluations_are_equal_and_agree_with_training(runs, capsys):
     for _ in range(2):
-        evaluation.main(['val', runs[1], '--windows=8'])
+        run_eval('val', runs[1], '--windows=8')
     first, second = capsys.readouterr().out.strip().splitlines()
     assert first == second and f"val loss {evaluation.read_log(runs[1])[-1]['val_loss']:.4f}" in first
 
 
 def test_compare_pairs_the_runs(runs, tmp_path, capsys):
-    evaluation.main(['compare', *runs, f'--png={tmp_path}/curves.png'])
+    run_eval('compare', *runs, f'--png={tmp_path}/curves.png')
     header, plain, mhar_row, note, *_ = capsys.readouterr().out.splitlines()
     assert header.split()[:2] == ['run', 'H'] and plain.split()[1] == '0' and mhar_row.split()[1] == '2'
     assert plain.split()[-1] == mhar_row.split()[-1], "trained on the same batches"
@@ -1346,7 +1383,7 @@ def test_compare_pairs_the_runs(runs, tmp_path, capsys):
 
 def test_sample_is_repeatable_and_continues_the_prompt(runs, capsys):
     for seed in (0, 0, 1):
-        evaluation.main(['sample', runs[1], '--prompt=def ', '--tokens=12', f'--seed={seed}'])
+        run_eval('sample', runs[1], '--prompt=def ', '--tokens=12', f'--seed={seed}')
     lines = capsys.readouterr().out.split('def ')[1:]
     assert lines[0] == lines[1] != lines[2]
 
@@ -1360,7 +1397,7 @@ def test_a_checkpoint_meets_only_data_of_its_tokenizer(runs, tmp_path, capsys):
     meta = json.loads((other / 'meta.json').read_text())
     (other / 'meta.json').write_text(json.dumps(meta | {'tokenizer': 'gpt2', 'vocab_size': 50257}))
     with pytest.raises(SystemExit) as end:
-        evaluation.main(['val', runs[0], f'--data={other}'])
+        run_eval('val', runs[0], f'--data={other}')
     message = capsys.readouterr().err
     assert end.value.code == 2 and 'gpt2' in message and 'bytes' in message
     assert 'gpt2' in refused(capsys, '--resume', f'--out={runs[0]}', f'--data={other}', '--steps=30')
@@ -1416,7 +1453,7 @@ def test_zero_queries_are_probed_as_uniform(text_data, H):
 
 
 def test_probe_writes_numbers_and_maps(runs, capsys):
-    evaluation.main(['probe', runs[1], '--windows=9', '--batch=2'])
+    run_eval('probe', runs[1], '--windows=9', '--batch=2')
     printed, numbers = capsys.readouterr().out, json.loads(Path(runs[1], 'probe.json').read_text())
     weights = numbers['weights']
     assert [len(site) for site in weights] == [1, 2, 3, 4, 5]                   # 2 layers: 5 sites, n + 1 sources each
@@ -1424,7 +1461,7 @@ def test_probe_writes_numbers_and_maps(runs, capsys):
     assert -1 <= numbers['replication'] <= 1 and 'two disjoint halves' in printed
     assert Path(runs[1], 'probe.png').exists() or 'no picture' in printed
     with pytest.raises(SystemExit):
-        evaluation.main(['probe', runs[0]])
+        run_eval('probe', runs[0])
     assert 'plain model' in capsys.readouterr().err
 
 
@@ -1641,7 +1678,7 @@ def test_mcnemar_is_the_binomial_and_gives_the_published_values():
 def test_tasks_are_saved_and_compared_in_pairs(runs, tmp_path, capsys):
     choice, page = write_rows(tmp_path / 'c.jsonl', ROWS['choice'] * 4), write_rows(tmp_path / 'p.jsonl', ROWS['page'])
     for run in runs:
-        evaluation.main(['tasks', run, '--task-file', f'quiz={choice}', '--task-file', f'text={page}'])
+        run_eval('tasks', run, '--task-file', f'quiz={choice}', '--task-file', f'text={page}')
     assert 'quiz, 12 items: acc ' in capsys.readouterr().out
     saved = [[json.loads(line) for line in Path(run, 'tasks/text.jsonl').read_text().splitlines()] for run in runs]
     assert saved[0][0] == {'task': 'text', 'step': 20, 'items': 2}
@@ -1653,7 +1690,7 @@ def test_tasks_are_saved_and_compared_in_pairs(runs, tmp_path, capsys):
         row['scores']['acc'] = 1 - row['scores']['acc']
     quiz.write_text('\n'.join(map(json.dumps, [header, *rows])))
     before = [row['scores']['acc'] for row in rows[:6]]
-    evaluation.main(['compare', *runs, '--windows=2', f'--png={tmp_path}/c.png'])
+    run_eval('compare', *runs, '--windows=2', f'--png={tmp_path}/c.png')
     printed = capsys.readouterr().out
     gained = sum(before)
     p = evaluation.mcnemar(gained, 6 - gained)
@@ -1663,7 +1700,7 @@ def test_tasks_are_saved_and_compared_in_pairs(runs, tmp_path, capsys):
                           ([header | {'items': 11}, *rows[1:]], 'other items')):
         quiz.write_text('\n'.join(map(json.dumps, damage)))
         with pytest.raises(SystemExit):
-            evaluation.main(['compare', *runs, '--windows=2', f'--png={tmp_path}/c.png'])
+            run_eval('compare', *runs, '--windows=2', f'--png={tmp_path}/c.png')
         assert words in capsys.readouterr().err
     shutil.rmtree(Path(runs[0], 'tasks'))
 
@@ -1680,7 +1717,7 @@ def test_paired_errors_are_the_usual_ones_and_weigh_by_words():
     (['--task-file', 'quiz=nowhere.jsonl'], 'nowhere.jsonl'), (['--tasks', 'no_such_task'], 'lm-eval')])
 def test_bad_tasks_get_one_clear_line(runs, capsys, argv, words):
     with pytest.raises(SystemExit) as end:
-        evaluation.main(['tasks', runs[0], *argv])
+        run_eval('tasks', runs[0], *argv)
     assert end.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]
 
 
@@ -1711,12 +1748,12 @@ def test_the_papers_gains_follow_from_its_losses():
 
 def test_ceg_says_when_it_cannot_and_takes_an_alpha(runs, capsys):
     with pytest.raises(SystemExit):
-        evaluation.main(['ceg', *runs, '--windows=4'])
+        run_eval('ceg', *runs, '--windows=4')
     assert 'three or more' in capsys.readouterr().err
     with pytest.raises(SystemExit):
-        evaluation.main(['ceg', runs[1], '--windows=4', '--alpha=0.1'])
+        run_eval('ceg', runs[1], '--windows=4', '--alpha=0.1')
     assert 'H = 0' in capsys.readouterr().err
-    evaluation.main(['ceg', *runs, '--windows=8', '--alpha=0.1'])
+    run_eval('ceg', *runs, '--windows=8', '--alpha=0.1')
     printed = capsys.readouterr().out
     values = [evaluation.run_losses(run, SimpleNamespace(ema=False, data=None, windows=8, batch=8), torch.device('cpu'))
               for run in runs]

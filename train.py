@@ -92,6 +92,7 @@ class Flags:
     clip: float = 1.0                       # largest gradient norm; 0 = no clipping
 
     fsdp: bool = False                      # with torchrun: each process holds its part of the weights and their state
+    device: str = 'auto'                    # cpu, cuda, or auto = a GPU if there is one
     dtype: str = 'auto'                     # compute in bf16 or fp32; auto = bf16 on GPUs that have it
     compile: Optional[bool] = None          # torch.compile; default on a GPU where it works
     checkpoint_sublayers: bool = False      # recompute activations in backward: less memory, slower
@@ -118,7 +119,7 @@ MIDTRAIN = dict(min_lr=0.01, weight_decay=0.05, decay_embedding=False, z_loss=1e
 SHAPE = ('block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim', 'rope_theta')
 MAY_CHANGE_ON_RESUME = {'resume', 'out', 'data', 'steps', 'tokens', 'micro_batch', 'compile', 'checkpoint_sublayers',
                         'log_interval', 'eval_interval', 'eval_windows', 'save_interval', 'stop_at', 'max_minutes',
-                        'wandb', 'router', 'fsdp'}
+                        'wandb', 'router', 'fsdp', 'device'}
 NOT_INHERITED = {'resume', 'overwrite', 'out', 'stop_at', 'max_minutes', 'compile', 'fsdp'}     # not of the run
 PEAK_BF16_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12}    # dense
 
@@ -226,6 +227,8 @@ def complete(flags, base, given, world):
         raise ConfigError("--wandb needs the wandb package: pip install wandb")
     if flags.dtype not in ('auto', 'bf16', 'fp32'):
         raise ConfigError(f"dtype = {flags.dtype!r}: must be auto, bf16 or fp32")
+    if flags.device not in ('auto', 'cpu', 'cuda'):
+        raise ConfigError(f"device = {flags.device!r}: must be auto, cpu or cuda")
     if flags.fsdp and world == 1:
         raise ConfigError("--fsdp cannot apply: there is one process; torchrun --nproc_per_node=N train.py starts N")
     if flags.batch % world:
@@ -270,20 +273,21 @@ def learning_rate(step, flags):
 
 # The machine.
 
-def setup_device():
-    """-> (rank, processes, device). torchrun sets the environment; without it there is one process."""
-    rank, local, world = (int(os.environ.get(name, default)) for name, default in
-                          (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
+def setup_device(name, world):
+    """--device -> this process's torch.device. With more than one process they meet here."""
     device = torch.device('cpu')
-    if torch.cuda.is_available():
+    if name == 'cuda' and not torch.cuda.is_available():
+        raise ConfigError("device = cuda: there is no CUDA GPU here; must be auto or cpu")
+    if name != 'cpu' and torch.cuda.is_available():
+        local = int(os.environ.get('LOCAL_RANK', 0))        # among the processes of this machine
         if local >= torch.cuda.device_count():
-            sys.exit(f"train.py: process {local} of this machine has no GPU: there are {torch.cuda.device_count()}")
+            raise ConfigError(f"process {local} of this machine has no GPU: there are {torch.cuda.device_count()}")
         device = torch.device('cuda', local)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')
     if world > 1:       # nobody waits for a lost machine for ever; the longest honest wait is for rank 0 to save
         dist.init_process_group('gloo' if device.type == 'cpu' else 'nccl', timeout=timedelta(minutes=10))
-    return rank, world, device
+    return device
 
 
 def shard(model):
@@ -676,13 +680,15 @@ def finish(run):
 def main(argv=None):
     flags, given = parse_flags(argv)
     make_printable()
-    rank, world, device = setup_device()
+    # torchrun sets these; without it there is one process
+    rank, world = (int(os.environ.get(name, default)) for name, default in (('RANK', 0), ('WORLD_SIZE', 1)))
     try:
         flags, saved = open_run(flags, given, world)
         if saved and saved['step'] >= flags.steps:
             if rank == 0:
                 print(f"{flags.out} is finished: step {saved['step']} of {flags.steps}; a larger --steps goes on with it")
             return
+        device = setup_device(flags.device, world)
         if flags.compile is None:
             flags.compile = triton_runs(device)
         run = start(flags, saved, rank, world, device)
