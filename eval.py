@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 import data
-from model import ConfigError, EagerRouter, Transformer, at_least_fp32, route_weights
+from model import Config, ConfigError, EagerRouter, Transformer, at_least_fp32, route_weights
 
 
 class EvalError(ValueError):
@@ -49,6 +49,10 @@ def read_checkpoint(run):
     needed = {'step', 'tokens', 'model', 'model_config', 'flags', 'tokenizer', 'batch_hash'}
     if not isinstance(checkpoint, dict) or not needed <= checkpoint.keys():
         raise EvalError(f"{path} is no checkpoint of train.py, which holds {', '.join(sorted(needed))}")
+    try:
+        Config(**checkpoint['model_config'])
+    except TypeError as error:      # another version's
+        raise EvalError(f"{path} does not fit this model.py: {error}") from error
     return checkpoint
 
 
@@ -59,7 +63,7 @@ def load_run(run, device, ema=False):
         raise EvalError(f"--ema: {run} holds no average of the weights; train.py --ema=0.999 keeps one")
     try:
         return Transformer.from_checkpoint(checkpoint, device, 'ema' if ema else 'model').eval(), checkpoint
-    except (TypeError, RuntimeError) as error:      # another version's Config, or tensors that do not fit it
+    except RuntimeError as error:       # tensors that do not fit the Config
         raise EvalError(f"{run}/ckpt.pt does not fit this model.py: {error}") from error
 
 
@@ -798,13 +802,14 @@ def ceg(args, device):
         losses.append(nats.double().numpy())
         plain.append(model.config.H == 0)
         settings.add((checkpoint['tokenizer'], folder_of(checkpoint, args)))
-    flops, plain, computes = np.array(flops), np.array(plain), {C for C, H0 in zip(flops, plain) if H0}
+    flops, plain = np.array(flops), np.array(plain)
+    computes = len(set(flops[plain]))
     if len(settings) > 1:
         raise EvalError(f"the losses of these runs are on different tokens or data: {sorted(settings)}")
     if plain.all() or not plain.any():
         raise EvalError("ceg measures routed runs (H > 0) against plain ones (H = 0): name some of both")
-    if not args.alpha and len(computes) < 3:
-        raise EvalError(f"the plain runs have {len(computes)} different computes, and a curve A * C^-alpha + E needs "
+    if not args.alpha and computes < 3:
+        raise EvalError(f"the plain runs have {computes} different computes, and a curve A * C^-alpha + E needs "
                         f"three or more (other sizes or tokens); --alpha=0.06 would assume one, with E = 0")
     scaled = flops / np.exp(np.log(flops).mean())       # FLOPs as such would overflow
     alpha, found = gains(scaled, np.array([nats.mean() for nats in losses]), plain, args.alpha)

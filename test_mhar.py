@@ -1131,6 +1131,11 @@ def test_resume_goes_by_the_run_and_not_by_the_preset(text_data, tmp_path, capsy
     assert '--batch=64 cannot apply with --resume: the run has 32' in refused(capsys, '--resume', out, '--batch=64')
     train.main(['--resume', out, '--micro_batch=32', '--H=-1', '--stop_at=3'])      # tiny's batch is 16, its KV heads 4
     assert checkpoint(tmp_path / 'run')['step'] == 3 and checkpoint(tmp_path / 'run')['model_config']['H'] == 2
+    saved = checkpoint(tmp_path / 'run')
+    saved['model_config']['of_another_version'] = 1
+    torch.save(saved, tmp_path / 'run/ckpt.pt')
+    for flags in (['--resume', out], [f'--init_from={tmp_path}/run']):
+        assert 'does not fit this model.py' in refused(capsys, *flags)
     (tmp_path / 'run/ckpt.pt').write_bytes(b'half')
     assert 'ckpt.pt cannot be read' in refused(capsys, '--resume', out)
 

@@ -280,10 +280,10 @@ def setup_device(name, world):
     if name == 'cuda' and not torch.cuda.is_available():
         raise ConfigError("device = cuda: there is no CUDA GPU here; must be auto or cpu")
     if name != 'cpu' and torch.cuda.is_available():
-        local = int(os.environ.get('LOCAL_RANK', 0))        # among the processes of this machine
-        if local >= torch.cuda.device_count():
-            raise ConfigError(f"process {local} of this machine has no GPU: there are {torch.cuda.device_count()}")
-        device = torch.device('cuda', local)
+        nth = int(os.environ.get('LOCAL_RANK', 0))      # among the processes of this machine
+        if nth >= torch.cuda.device_count():
+            raise ConfigError(f"process {nth} of this machine has no GPU: there are {torch.cuda.device_count()}")
+        device = torch.device('cuda', nth)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')
     if world > 1:       # nobody waits for a lost machine for ever; the longest honest wait is for rank 0 to save
