@@ -672,7 +672,7 @@ def pretrained_config(folder, block_size=None):
         n_head=hf['num_attention_heads'], n_kv_head=hf.get('num_key_value_heads') or hf['num_attention_heads'],
         n_embd=hf['hidden_size'], ffn_dim=hf['intermediate_size'], H=0, head_dim=hf.get('head_dim'),
         rope_theta=values['rope_theta'],
-        rope_scaling={key: rope[key] for key in ROPE_SCALING} if kind == 'llama3' else None,
+        rope_scaling={key: values[key] for key in ROPE_SCALING} if kind == 'llama3' else None,
         norm_eps=hf['rms_norm_eps'], qk_norm=architectures == ['Qwen3ForCausalLM'],
         tie_embeddings=bool(hf.get('tie_word_embeddings')))
 
