@@ -385,8 +385,8 @@ def build(folder, tokenizer, pieces, shard_tokens=10**8, overwrite=False):
         for split, change in (("train", "lower"), ("val", "raise")):
             writers[split].close()
             if not counts[split]:
-                raise DataError(f"none of the {sum(counts.values())} pieces of text (a document, or {PIECE:,} characters "
-                                f"of a longer one) fell into {split}: {change} --val_fraction, or add text")
+                raise DataError(f"none of the {sum(counts.values())} pieces of text (a document, or {PIECE:,} "
+                                f"characters of a longer one) fell into {split}: {change} --val_fraction, or add text")
         write_meta(temp, tokenizer, encoding.n_vocab)
         if folder.exists():
             folder.rename(old)  # since a folder cannot be renamed onto a full one

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 import data
-from model import ConfigError, EagerRouter, Transformer, at_least_fp32, route_weights
+from model import Config, ConfigError, EagerRouter, Transformer, at_least_fp32, route_weights
 
 
 class EvalError(ValueError):
@@ -49,6 +49,10 @@ def read_checkpoint(run):
     needed = {'step', 'tokens', 'model', 'model_config', 'flags', 'tokenizer', 'batch_hash'}
     if not isinstance(checkpoint, dict) or not needed <= checkpoint.keys():
         raise EvalError(f"{path} is no checkpoint of train.py, which holds {', '.join(sorted(needed))}")
+    try:
+        Config(**checkpoint['model_config'])
+    except TypeError as error:      # another version's
+        raise EvalError(f"{path} does not fit this model.py: {error}") from error
     return checkpoint
 
 
@@ -59,14 +63,14 @@ def load_run(run, device, ema=False):
         raise EvalError(f"--ema: {run} holds no average of the weights; train.py --ema=0.999 keeps one")
     try:
         return Transformer.from_checkpoint(checkpoint, device, 'ema' if ema else 'model').eval(), checkpoint
-    except (TypeError, RuntimeError) as error:      # another version's Config, or tensors that do not fit it
+    except RuntimeError as error:       # tensors that do not fit the Config
         raise EvalError(f"{run}/ckpt.pt does not fit this model.py: {error}") from error
 
 
 def check_tokenizer(checkpoint, folder):
     """A model only means something on tokens of the tokenizer it was trained with: DataError if folder has others."""
     meta, vocab_size = data.read_meta(folder), checkpoint['model_config']['vocab_size']
-    if meta['tokenizer'] != checkpoint['tokenizer'] or meta['vocab_size'] > vocab_size:     # some models have rows to spare
+    if meta['tokenizer'] != checkpoint['tokenizer'] or meta['vocab_size'] > vocab_size:     # some have rows to spare
         raise data.DataError(f"{folder} holds tokens of {meta['tokenizer']} ({meta['vocab_size']} of them), but the "
                              f"checkpoint was trained on {checkpoint['tokenizer']} ({vocab_size})")
 
@@ -237,7 +241,7 @@ def compare(args, device):
     print(f"{len(indices)} windows of {windows.block_size} tokens; delta to the first run, paired over windows. "
           f"Equal 'batches' = trained on the same batches.")
     plot_curves(args.runs, args.png)
-    compare_tasks(args.runs, steps)
+    compare_tasks(args.runs, steps, args.ema)
 
 
 def plot_curves(runs, png):
@@ -324,7 +328,8 @@ def probe(args, device):
     if H == 0:
         raise EvalError(f"{args.run} is a plain model (H = 0): there is no routing to look at")
     if model.config.delta_blocks > 0:
-        raise EvalError(f"{args.run} is in delta form: probe looks at reads that replace the running sum, not at added ones")
+        raise EvalError(f"{args.run} is in delta form: probe looks at reads that replace the running sum, not at what "
+                        f"is added to it")
     if model.config.n_embd % args.slices:
         raise EvalError(f"--slices={args.slices}: must be a divisor of the width, {model.config.n_embd}")
     windows, indices = validation_windows(model, checkpoint, args)
@@ -665,9 +670,6 @@ def run_file(scorer, path, limit=None, max_new_tokens=256):
             for n, (arguments, answer) in enumerate(items)]
 
 
-UNITS = {'nats': 'nats a word'}
-
-
 def estimate(values, words):
     """Values and words (n,) -> the mean value a word and its standard error (n = 1: nan). words = 1 is a plain mean."""
     mean = values.sum() / words.sum()
@@ -677,7 +679,7 @@ def estimate(values, words):
 def describe(metric, values, words):
     mean, error = estimate(values, words)
     if metric == 'nats':
-        return f"{mean:.4f} +- {error:.4f} {UNITS[metric]} (perplexity {np.exp(mean):,.2f})"
+        return f"{mean:.4f} +- {error:.4f} nats a word (perplexity {np.exp(mean):,.2f})"
     return f"{metric} {mean:.2%} +- {error:.2%}" if set(values) <= {0, 1} else f"{metric} {mean:.4f} +- {error:.4f}"
 
 
@@ -687,15 +689,19 @@ def columns(rows, metric):
     return np.array([row['scores'][metric] for row in rows], dtype=float), np.array(words, dtype=float)
 
 
+def results_folder(run, ema):
+    return Path(run, 'tasks-ema' if ema else 'tasks')
+
+
 def tasks(args, device):
     if not args.tasks and not args.task_file:
         raise EvalError("which tasks? --tasks=hellaswag,... or --task-file hellaswag=PATH")
-    model, checkpoint = load_run(args.run, device)
+    model, checkpoint = load_run(args.run, device, args.ema)
     tokenizer = data.get_tokenizer(checkpoint['tokenizer'], folder_of(checkpoint, args))
     scorer = Scorer(model, tokenizer, checkpoint['flags']['dtype'], args.batch_tokens)
 
     def save(name, rows):
-        whole = Path(args.run, 'tasks', f'{name}.tmp')
+        whole = results_folder(args.run, args.ema) / f'{name}.tmp'
         whole.parent.mkdir(exist_ok=True)
         header = {'task': name, 'step': checkpoint['step'], 'items': len(rows)}
         whole.write_text('\n'.join(map(json.dumps, [header, *rows])) + '\n')
@@ -719,7 +725,7 @@ def mcnemar(gained, lost):
 
 
 def read_results(path, step):
-    """RUN/tasks/NAME.jsonl -> its rows. EvalError unless it is whole, and of the run's checkpoint."""
+    """The file of a task's results -> its rows. EvalError unless it is whole, and of the run's checkpoint."""
     try:
         header, *rows = map(json.loads, path.read_text().splitlines())
         of_step, whole = header['step'], header['items'] == len(rows) > 0
@@ -731,11 +737,11 @@ def read_results(path, step):
     return rows
 
 
-def compare_tasks(runs, steps):
+def compare_tasks(runs, steps, ema):
     """What each other run gains and loses against the first, on the items of every task that both have results of."""
     for run, step in zip(runs[1:], steps[1:]):
-        for path in sorted(Path(runs[0], 'tasks').glob('*.jsonl')):
-            other = Path(run, 'tasks', path.name)
+        for path in sorted(results_folder(runs[0], ema).glob('*.jsonl')):
+            other = results_folder(run, ema) / path.name
             if not other.exists():
                 continue
             first, rows = read_results(path, steps[0]), read_results(other, step)
@@ -751,7 +757,8 @@ def compare_tasks(runs, steps):
                     paired = f"{gained} gained, {lost} lost, exact McNemar p = {mcnemar(gained, lost):.2g}"
                 else:
                     paired = "{:+.4f} +- {:.4f}".format(*estimate(b - a, words))
-                print(f"{run}  {path.stem}, {len(rows):,} items, {UNITS.get(metric, metric)}: {means}  ({paired})")
+                name = 'nats a word' if metric == 'nats' else metric
+                print(f"{run}  {path.stem}, {len(rows):,} items, {name}: {means}  ({paired})")
 
 
 # Compute-equivalent gain.
@@ -795,13 +802,14 @@ def ceg(args, device):
         losses.append(nats.double().numpy())
         plain.append(model.config.H == 0)
         settings.add((checkpoint['tokenizer'], folder_of(checkpoint, args)))
-    flops, plain, computes = np.array(flops), np.array(plain), {C for C, H0 in zip(flops, plain) if H0}
+    flops, plain = np.array(flops), np.array(plain)
+    computes = len(set(flops[plain]))
     if len(settings) > 1:
         raise EvalError(f"the losses of these runs are on different tokens or data: {sorted(settings)}")
     if plain.all() or not plain.any():
         raise EvalError("ceg measures routed runs (H > 0) against plain ones (H = 0): name some of both")
-    if not args.alpha and len(computes) < 3:
-        raise EvalError(f"the plain runs have {len(computes)} different computes, and a curve A * C^-alpha + E needs "
+    if not args.alpha and computes < 3:
+        raise EvalError(f"the plain runs have {computes} different computes, and a curve A * C^-alpha + E needs "
                         f"three or more (other sizes or tokens); --alpha=0.06 would assume one, with E = 0")
     scaled = flops / np.exp(np.log(flops).mean())       # FLOPs as such would overflow
     alpha, found = gains(scaled, np.array([nats.mean() for nats in losses]), plain, args.alpha)
@@ -850,9 +858,10 @@ def main(argv=None):
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='command', required=True)
 
-    def add(command, text, windows=None):
+    def add(command, text, windows=None, many=False):
         sub = commands.add_parser(command.__name__, help=text)
         sub.set_defaults(command=command)
+        sub.add_argument('runs' if many else 'run', nargs='+' if many else None, metavar='RUN')
         sub.add_argument('--ema', action='store_true', help="take the average of the weights that train.py --ema kept")
         sub.add_argument('--data', help="dataset folder (default: the one the run was trained on)")
         sub.add_argument('--device', choices=('cpu', 'cuda'), default='cuda' if torch.cuda.is_available() else 'cpu')
@@ -861,15 +870,12 @@ def main(argv=None):
                              help=f"validation windows, evenly spread, 0 = all (default {windows})")
             sub.add_argument('--batch', type=number(int, 1), default=8, help="windows a forward pass (default 8)")
         return sub
-    add(val, "validation loss", windows=0).add_argument('runs', nargs='+', metavar='RUN')
-    sub = add(compare, "a table, with paired deltas", windows=0)
-    sub.add_argument('runs', nargs='+', metavar='RUN')
+    add(val, "validation loss", windows=0, many=True)
+    sub = add(compare, "a table, with paired deltas", windows=0, many=True)
     sub.add_argument('--png', default='compare.png', help="where the loss curves go (default compare.png)")
     sub = add(probe, "what the routing reads", windows=32)
-    sub.add_argument('run', metavar='RUN')
     sub.add_argument('--slices', type=number(int, 1), default=4, help="parts of the width, for H = 1 (default 4)")
     sub = add(tasks, "downstream tasks")
-    sub.add_argument('run', metavar='RUN')
     sub.add_argument('--tasks', type=lambda names: names.split(','), help="of the LM Evaluation Harness: hellaswag,...")
     sub.add_argument('--task-file', type=task_file, action='append', default=[], metavar='NAME=PATH',
                      help="a task in a local file, .jsonl or text, also .xz or .gz (see parse_row); may be repeated")
@@ -877,11 +883,9 @@ def main(argv=None):
     sub.add_argument('--fewshot', type=number(int, 0), help="examples before an item of --tasks (default: the task's)")
     sub.add_argument('--max_new_tokens', type=number(int, 1), default=256, help="of generated answers (default 256)")
     sub.add_argument('--batch_tokens', type=number(int, 1), default=16384, help="tokens a forward pass (default 16384)")
-    sub = add(ceg, "compute-equivalent gain", windows=0)
-    sub.add_argument('runs', nargs='+', metavar='RUN')
+    sub = add(ceg, "compute-equivalent gain", windows=0, many=True)
     sub.add_argument('--alpha', type=number(float, 1e-3), help="assume this exponent instead of fitting a curve")
     sub = add(sample, "text")
-    sub.add_argument('run', metavar='RUN')
     sub.add_argument('--prompt', default='', help="default: start a new document")
     sub.add_argument('--tokens', type=number(int, 0), default=200, help="tokens to generate")
     sub.add_argument('--temperature', type=number(float, 0), default=0.8, help="0 = always the likeliest token")

@@ -167,14 +167,14 @@ def route(sources, query, gain, H, eps=1e-6):
 
 
 def read_eagerly(route, sources, query, gain, H, eps):
-    """`route`. Recomputed in backward on a GPU: what all sites save, N^2 hidden states, is more than it has room for."""
+    """`route`. On a GPU it is recomputed in backward: what all sites save, N^2 hidden states, would not fit there."""
     if not sources[0].is_cuda:
         return route(sources, query, gain, H, eps)
     return checkpoint(route, sources, query, gain, H, eps, use_reentrant=False, preserve_rng_state=False)
 
 
 class EagerRouter:
-    """All routing sites of one forward pass: call n appends source n and returns the read of site n, through `route`."""
+    """All routing sites of one forward pass: call n appends source n and returns the read of site n, by `route`."""
     route = staticmethod(route)
 
     def __init__(self, queries, gains, H, eps):     # queries and gains (N, D): a row a site
@@ -401,8 +401,8 @@ class Transformer(nn.Module):
             return 'fused' if triton_runs(device) else 'eager'
         interpreted = os.environ.get('TRITON_INTERPRET') == '1' and importlib.util.find_spec('triton') is not None
         if router != 'eager' and not (triton_runs(device) or interpreted):
-            raise ConfigError(f"router = {router!r}: needs Triton and a CUDA GPU of compute capability 7.0 or more, which "
-                              f"{device} is not; 'eager' and 'auto' run anywhere")
+            raise ConfigError(f"router = {router!r}: needs Triton and a CUDA GPU of compute capability 7.0 or more, "
+                              f"which {device} is not; 'eager' and 'auto' run anywhere")
         return router
 
     def new_router(self, x):
@@ -460,9 +460,9 @@ class Transformer(nn.Module):
         """
         idx (B, T) token ids -> logits (B, T, V).
 
-        With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead (under grad mode with the z-loss, if it
-        is on); reduction='none' gives all losses (B, T), 0 where ignored, and no gradient. `caches`, one KVCache a layer,
-        lets idx go on where they end.
+        With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead (under grad mode with the z-loss, if
+        it is on); reduction='none' gives all losses (B, T), 0 where ignored, and no gradient. `caches`, one KVCache a
+        layer, lets idx go on where they end.
         """
         length = idx.size(1) + (len(caches[0]) if caches else 0)
         if length > self.config.block_size:
@@ -542,8 +542,8 @@ class Transformer(nn.Module):
     def flops_per_token(self):
         """
         FLOPs of one training step per token, forward and backward: 6 a parameter (of the embedding only the head's
-        product), and 6 * n_layer * n_head * head_size * block_size for causal attention, which sees half of the block on
-        average. Routing's own are left out on purpose: MFU then compares H = 0, 1 and k as tokens a second do.
+        product), and 6 * n_layer * n_head * head_size * block_size for causal attention, which sees half of the block
+        on average. Routing's own are left out on purpose: MFU then compares H = 0, 1 and k as tokens a second do.
         """
         c = self.config
         attention = c.n_layer * c.n_head * c.head_size * c.block_size
@@ -553,8 +553,9 @@ class Transformer(nn.Module):
         c, (embedding, rest) = self.config, self.count_parameters()
         kind = {0: 'plain residual', 1: 'AttnRes'}.get(c.H, 'MHAR')
         form = f" in delta form ({c.delta_blocks} groups)" if c.delta_blocks else ''
+        total, embedding, rest = (f"{n / 1e6:.2f}M" for n in (embedding + rest, embedding, rest))
         return (f"{kind} (H={c.H}){form}, {c.n_layer} layers, width {c.n_embd}: "
-                f"{(embedding + rest) / 1e6:.2f}M parameters = {embedding / 1e6:.2f}M embedding + {rest / 1e6:.2f}M rest")
+                f"{total} parameters = {embedding} embedding + {rest} rest")
 
     def graft(self, H, delta_blocks, query_init_std=0.0):
         """
@@ -627,8 +628,8 @@ def pretrained_folder(source):
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ConfigError(f"there is no folder {source}; downloading it from the hub needs the huggingface_hub package: "
-                          f"pip install huggingface_hub")
+        raise ConfigError(f"there is no folder {source}; downloading it from the hub needs the huggingface_hub "
+                          f"package: pip install huggingface_hub")
     try:
         return Path(snapshot_download(str(source), allow_patterns=['*.safetensors', '*.json'],
                                       ignore_patterns='original/*'))
@@ -650,30 +651,33 @@ def pretrained_config(folder, block_size=None):
         hf = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from error
-    architecture = (hf.get('architectures') or ['none'])[0]
-    require(architecture in ARCHITECTURES, f"architecture {architecture}: must be {' or '.join(ARCHITECTURES)}")
+    require(isinstance(hf, dict), "must hold a JSON object")
+    architectures = hf.get('architectures')
+    require(architectures in [[name] for name in ARCHITECTURES],
+            f"architectures = {architectures}: must be one of {', '.join(ARCHITECTURES)}, in a list")
     for key, wanted in dict(attention_bias=False, mlp_bias=False, use_sliding_window=False, hidden_act='silu',
                             quantization_config=None, pretraining_tp=1).items():
         require(hf.get(key, wanted) == wanted, f"{key} = {hf.get(key)}: only {wanted} is implemented")
-    needed = ('vocab_size', 'max_position_embeddings', 'num_hidden_layers', 'num_attention_heads', 'hidden_size',
-              'intermediate_size', 'rms_norm_eps')
-    missing = [key for key in needed if key not in hf]
-    require(not missing, f"{', '.join(missing)} missing")
     rope = hf.get('rope_parameters') or hf.get('rope_scaling') or {}        # the first since transformers 5
+    require(isinstance(rope, dict), f"rope_parameters or rope_scaling = {rope!r}: must be an object")
     kind = rope.get('rope_type', rope.get('type', 'default'))
     require(kind in ('default', 'llama3'), f"rope_type {kind!r}: must be 'default' or 'llama3'")
-    missing = [key for key in ROPE_SCALING if kind == 'llama3' and key not in rope]
-    require(not missing, f"rope_type 'llama3' without {', '.join(missing)}")
+    values = {'rope_theta': 1e4} | hf | rope
+    needed = ('vocab_size', 'max_position_embeddings', 'num_hidden_layers', 'num_attention_heads', 'hidden_size',
+              'intermediate_size', 'rms_norm_eps', 'rope_theta') + (ROPE_SCALING if kind == 'llama3' else ())
+    wrong = [f"{key} = {values[key]!r}" if key in values else f"{key} is missing"
+             for key in needed if type(values.get(key)) not in (int, float)]
+    require(not wrong, f"{', '.join(wrong)}: must be a number")
     longest = hf['max_position_embeddings']
     require(block_size is None or block_size <= longest, f"block_size = {block_size}: must be {longest} or less")
     return Config(
         vocab_size=hf['vocab_size'], block_size=block_size or min(longest, 4096), n_layer=hf['num_hidden_layers'],
         n_head=hf['num_attention_heads'], n_kv_head=hf.get('num_key_value_heads') or hf['num_attention_heads'],
         n_embd=hf['hidden_size'], ffn_dim=hf['intermediate_size'], H=0, head_dim=hf.get('head_dim'),
-        rope_theta=rope.get('rope_theta', hf.get('rope_theta', 1e4)),
-        rope_scaling={key: rope[key] for key in ROPE_SCALING} if kind == 'llama3' else None,
-        norm_eps=hf['rms_norm_eps'], qk_norm=architecture == 'Qwen3ForCausalLM',
-        tie_embeddings=hf.get('tie_word_embeddings', False))
+        rope_theta=values['rope_theta'],
+        rope_scaling={key: values[key] for key in ROPE_SCALING} if kind == 'llama3' else None,
+        norm_eps=hf['rms_norm_eps'], qk_norm=architectures == ['Qwen3ForCausalLM'],
+        tie_embeddings=bool(hf.get('tie_word_embeddings')))
 
 
 @torch.no_grad()
@@ -683,8 +687,12 @@ def copy_pretrained(model, folder):
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise ConfigError("reading a pretrained checkpoint needs the safetensors package: pip install safetensors")
-    index = Path(folder, 'model.safetensors.index.json')
-    names = json.loads(index.read_text())['weight_map'].values() if index.is_file() else ['model.safetensors']
+    index, names = Path(folder, 'model.safetensors.index.json'), ['model.safetensors']
+    if index.is_file():
+        try:
+            names = json.loads(index.read_text())['weight_map'].values()
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index} is damaged: {error!r}") from error
     parameters, V = {hf_name(name): p for name, p in model.named_parameters()}, model.config.vocab_size
     found, wrong = {}, []
     try:

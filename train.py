@@ -10,7 +10,8 @@ Train a plain (H=0), AttnRes (H=1) or MHAR (H=k) Transformer.
     python train.py --init_from DIR --graft ...             put MHAR onto a trained model, and train on
     python train.py ... --resume                            go on from OUT/ckpt.pt, bit for bit
 
-Writes OUT/ckpt.pt (torch.load(weights_only=True) reads it) and OUT/log.jsonl, one record a line. Ctrl-C saves and exits.
+Writes OUT/ckpt.pt (torch.load(weights_only=True) reads it) and OUT/log.jsonl, one record a line. Ctrl-C saves and
+exits.
 """
 import argparse
 import copy
@@ -92,6 +93,7 @@ class Flags:
     clip: float = 1.0                       # largest gradient norm; 0 = no clipping
 
     fsdp: bool = False                      # with torchrun: each process holds its part of the weights and their state
+    device: str = 'auto'                    # cpu, cuda, or auto = a GPU if there is one
     dtype: str = 'auto'                     # compute in bf16 or fp32; auto = bf16 on GPUs that have it
     compile: Optional[bool] = None          # torch.compile; default on a GPU where it works
     checkpoint_sublayers: bool = False      # recompute activations in backward: less memory, slower
@@ -118,7 +120,7 @@ MIDTRAIN = dict(min_lr=0.01, weight_decay=0.05, decay_embedding=False, z_loss=1e
 SHAPE = ('block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim', 'rope_theta')
 MAY_CHANGE_ON_RESUME = {'resume', 'out', 'data', 'steps', 'tokens', 'micro_batch', 'compile', 'checkpoint_sublayers',
                         'log_interval', 'eval_interval', 'eval_windows', 'save_interval', 'stop_at', 'max_minutes',
-                        'wandb', 'router', 'fsdp'}
+                        'wandb', 'router', 'fsdp', 'device'}
 NOT_INHERITED = {'resume', 'overwrite', 'out', 'stop_at', 'max_minutes', 'compile', 'fsdp'}     # not of the run
 PEAK_BF16_FLOPS = {'H200': 989e12, 'H100': 989e12, 'A100': 312e12, 'L40S': 362e12, 'RTX 4090': 165e12}    # dense
 
@@ -204,8 +206,8 @@ def complete(flags, base, given, world):
     shape = replace(base, H=flags.H, delta_blocks=flags.delta_blocks or 0, **changed)   # a Config, which checks itself
     flags = replace(flags, H=shape.H, delta_blocks=shape.delta_blocks, **{name: getattr(shape, name) for name in SHAPE},
                     **{name: value for name, value in recipe.items() if getattr(flags, name) is None})
-    least = dict(tokens=1, steps=1, batch=1, micro_batch=1, log_interval=1, save_interval=1, stop_at=1, seed=0, warmup=0,
-                 eval_interval=0, eval_windows=0, lr=0, min_lr=0, clip=0, weight_decay=0, max_minutes=0,
+    least = dict(tokens=1, steps=1, batch=1, micro_batch=1, log_interval=1, save_interval=1, stop_at=1, seed=0,
+                 warmup=0, eval_interval=0, eval_windows=0, lr=0, min_lr=0, clip=0, weight_decay=0, max_minutes=0,
                  query_init_std=0, beta1=0, beta2=0, ema=0, z_loss=0)
     for name, low in least.items():
         value, high = getattr(flags, name), 1 if name in ('beta1', 'beta2', 'ema') else math.inf
@@ -226,6 +228,8 @@ def complete(flags, base, given, world):
         raise ConfigError("--wandb needs the wandb package: pip install wandb")
     if flags.dtype not in ('auto', 'bf16', 'fp32'):
         raise ConfigError(f"dtype = {flags.dtype!r}: must be auto, bf16 or fp32")
+    if flags.device not in ('auto', 'cpu', 'cuda'):
+        raise ConfigError(f"device = {flags.device!r}: must be auto, cpu or cuda")
     if flags.fsdp and world == 1:
         raise ConfigError("--fsdp cannot apply: there is one process; torchrun --nproc_per_node=N train.py starts N")
     if flags.batch % world:
@@ -270,20 +274,21 @@ def learning_rate(step, flags):
 
 # The machine.
 
-def setup_device():
-    """-> (rank, processes, device). torchrun sets the environment; without it there is one process."""
-    rank, local, world = (int(os.environ.get(name, default)) for name, default in
-                          (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
+def setup_device(name, world):
+    """--device -> this process's torch.device. With more than one process they meet here."""
     device = torch.device('cpu')
-    if torch.cuda.is_available():
-        if local >= torch.cuda.device_count():
-            sys.exit(f"train.py: process {local} of this machine has no GPU: there are {torch.cuda.device_count()}")
-        device = torch.device('cuda', local)
+    if name == 'cuda' and not torch.cuda.is_available():
+        raise ConfigError("device = cuda: there is no CUDA GPU here; must be auto or cpu")
+    if name != 'cpu' and torch.cuda.is_available():
+        nth = int(os.environ.get('LOCAL_RANK', 0))      # among the processes of this machine
+        if nth >= torch.cuda.device_count():
+            raise ConfigError(f"process {nth} of this machine has no GPU: there are {torch.cuda.device_count()}")
+        device = torch.device('cuda', nth)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision('high')
     if world > 1:       # nobody waits for a lost machine for ever; the longest honest wait is for rank 0 to save
         dist.init_process_group('gloo' if device.type == 'cpu' else 'nccl', timeout=timedelta(minutes=10))
-    return rank, world, device
+    return device
 
 
 def shard(model):
@@ -429,7 +434,8 @@ def open_run(flags, given, world):
         if out.exists() and not out.is_dir():
             raise ConfigError(f"--out={out} is a file: must be a folder")
         if (out / 'ckpt.pt').exists() and not flags.overwrite:
-            raise ConfigError(f"{out} holds a run: --resume goes on with it, --overwrite starts anew, --out=DIR goes elsewhere")
+            raise ConfigError(f"{out} holds a run: --resume goes on with it, --overwrite starts anew, "
+                              f"--out=DIR goes elsewhere")
         if (out / 'log.jsonl').exists() and not flags.overwrite:
             raise ConfigError(f"{out} holds a run that stopped before its first checkpoint: --overwrite starts anew, "
                               f"--out=DIR goes elsewhere")
@@ -463,7 +469,8 @@ def initial_model(flags, saved, meta, device):
         model = Transformer.from_pretrained(folder, flags.block_size, device=device)
     else:
         config = replace(PRESETS[flags.preset], vocab_size=meta['vocab_size'], H=flags.H,
-                         delta_blocks=flags.delta_blocks, query_init_std=flags.query_init_std, **{name: getattr(flags, name) for name in SHAPE})
+                         delta_blocks=flags.delta_blocks, query_init_std=flags.query_init_std,
+                         **{name: getattr(flags, name) for name in SHAPE})
         model = Transformer(config).to(device)
     if flags.graft and not saved:
         model = model.graft(flags.H, flags.delta_blocks, flags.query_init_std)
@@ -497,7 +504,8 @@ def start(flags, saved, rank, world, device):
     run.val_indices = data.fixed_windows(run.val, flags.eval_windows)
     run.fingerprint = fingerprint(run.loader.windows)
     if saved and saved['fingerprint'] != run.fingerprint:
-        raise data.DataError(f"{flags.data} is not what the run was trained on: its batches would not go on where they stopped")
+        raise data.DataError(f"{flags.data} is not what the run was trained on: its batches would not go on where they "
+                             f"stopped")
     try:
         run.tokenizer = data.get_tokenizer(meta['tokenizer'], flags.data)
         run.bytes_per_token = bytes_per_token(run.val, run.val_indices, run.tokenizer)
@@ -618,8 +626,9 @@ def train(run):
         signal.signal(signal.SIGINT, signal.default_int_handler)
     handlers = {name: signal.signal(name, ask_to_stop) for name in (signal.SIGINT, signal.SIGTERM)}
     flops = run.model.flops_per_token()
-    peak = next((f for name, f in PEAK_BF16_FLOPS.items() if run.device.type == 'cuda' and uses_bf16(run.device, flags.dtype)
-                 and name in torch.cuda.get_device_name(run.device)), None)
+    bf16_gpu = run.device.type == 'cuda' and uses_bf16(run.device, flags.dtype)
+    peak = next((f for name, f in PEAK_BF16_FLOPS.items()
+                 if bf16_gpu and name in torch.cuda.get_device_name(run.device)), None)
     end = min(flags.steps, flags.stop_at or flags.steps)
     begin = since = time.time()
     losses = []                         # of the steps since the last record
@@ -676,13 +685,16 @@ def finish(run):
 def main(argv=None):
     flags, given = parse_flags(argv)
     make_printable()
-    rank, world, device = setup_device()
+    # torchrun sets these; without it there is one process
+    rank, world = (int(os.environ.get(name, default)) for name, default in (('RANK', 0), ('WORLD_SIZE', 1)))
     try:
         flags, saved = open_run(flags, given, world)
         if saved and saved['step'] >= flags.steps:
             if rank == 0:
-                print(f"{flags.out} is finished: step {saved['step']} of {flags.steps}; a larger --steps goes on with it")
+                print(f"{flags.out} is finished: step {saved['step']} of {flags.steps}; "
+                      f"a larger --steps goes on with it")
             return
+        device = setup_device(flags.device, world)
         if flags.compile is None:
             flags.compile = triton_runs(device)
         run = start(flags, saved, rank, world, device)
