@@ -26,6 +26,7 @@ p = exp(logit - lse), dh_n the gradient of read n, and dl = p (dh_n . s_i - dh_n
 Two operators with one interface, router(source) -> read, a lesson in two steps:
     SimpleRouter   a site at a time: the algorithm everybody would write first (it is the MHAR paper's)
     DepthRouter    in groups of S sites
+and group_reads for the delta form (see model.py), where all sites of a group read the same sources: its simple case.
 
     python kernel.py                            the gate, then every arm's times, routing alone and the whole step
     python kernel.py --presets 100m --json out.json
@@ -407,6 +408,15 @@ def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, count, start, s
             dv, dc = zeros(C, P * S, W, W2), tl.zeros((P, S), tl.float32)
 
 
+@triton.jit
+def pull(dv, dc, v, r, u, dh, lse, dhr, to_dl, live):
+    """Add to the gradient dv of source v, and to the norm's sum dc, what one site that reads it says; store r dl."""
+    p, dl, logit = softmax_grad(v, r, u, dh, lse, dhr)
+    tl.store(to_dl, (dl * r).to(to_dl.dtype.element_ty), mask=live)
+    one = tl.full(p.shape, 1., tl.float32)
+    return combine(one, combine(one, dv, p, dh), dl * r, u), dc + dl * logit
+
+
 @triton.jit(do_not_specialize=["n", "first", "end", "BT"])
 def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D: tl.constexpr, H: tl.constexpr,
               K: tl.constexpr, NP, HB: tl.constexpr, W: tl.constexpr):
@@ -420,7 +430,7 @@ def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D
     live = h < H
     at, real = row_of_heads(HB, H, K, W)
     here, out = n * step + t, (n - first) * step + t
-    to_du = DL + (out * H + h) * NP
+    to_dl = DL + (out * H + h) * NP
     one = tl.full((HB,), 1., tl.float32)
     v = load(tensor(SRC, n, O) + t * D, at, real)
     r = tl.load(R + here)
@@ -432,19 +442,14 @@ def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D
         u = load(U + n * D, at, real)
         dhr = inner(dh, load(O + out * D, at, real))
         tl.store(DHR + here * H + h, dhr, mask=live)
-        p, dl, logit = softmax_grad(v, r, u, dh, tl.load(LSE + here * H + h, mask=live, other=0.), dhr)
-        tl.store(to_du + n, (dl * r).to(DL.dtype.element_ty), mask=live)
-        dc += dl * logit
-        dv = combine(one, combine(one, dv, p, dh), dl * r, u)
+        lse = tl.load(LSE + here * H + h, mask=live, other=0.)
+        dv, dc = pull(dv, dc, v, r, u, dh, lse, dhr, to_dl + n, live)
     for q in range(n + 1, end):
         there = (q * step + t) * H + h
         dh = load(tensor(GRAD, q, O) + t * D, at, real)
         u = load(U + q * D, at, real)
-        dhr = tl.load(DHR + there, mask=live, other=0.)
-        p, dl, logit = softmax_grad(v, r, u, dh, tl.load(LSE + there, mask=live, other=0.), dhr)
-        tl.store(to_du + q, (dl * r).to(DL.dtype.element_ty), mask=live)
-        dc += dl * logit
-        dv = combine(one, combine(one, dv, p, dh), dl * r, u)
+        lse, dhr = tl.load(LSE + there, mask=live, other=0.), tl.load(DHR + there, mask=live, other=0.)
+        dv, dc = pull(dv, dc, v, r, u, dh, lse, dhr, to_dl + q, live)
     through_rms = r * r / D * tl.sum(tl.where(live, dc, 0.), 0)  # which all heads share
     store(DX + out * D, at, real, combine(one, dv, -through_rms * one, v))
 
