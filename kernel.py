@@ -386,7 +386,7 @@ def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, count, start, s
         stat = (site * step + te) * H + h
         lse = tl.load(LSE + stat, mask=alive, other=0.).reshape(P, TILE, 1)
         dhr = tl.load(DHR + stat, mask=alive, other=0.).reshape(P, TILE, 1)
-        to_u = (site3) * D
+        to_u = site3 * D
         uh, ul = load(UH + to_u, at, real), load(UL + to_u, at, real)              # (C, TILE, W)
         logit = scores(uh, v)                                                      # (C, TILE, P S)
         if LOW:
@@ -533,6 +533,16 @@ def aligned(x):
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
+def check_queries(queries, H):
+    if queries.dim() != 2 or queries.size(1) % H:
+        raise ValueError(f"queries must be (N, D) with D a multiple of H = {H}, not {tuple(queries.shape)}")
+
+
+def check_device(source):
+    if source.is_cuda and source.device.index != torch.cuda.current_device():
+        raise RuntimeError(f"depth routing: Triton launches on the current device, and that is not {source.device}")
+
+
 class Tape:
     """What one forward and backward pass keeps: made on the first read, emptied by the last gradient. (State on an
     autograd context lives as long as somebody holds the loss.)"""
@@ -583,6 +593,10 @@ class Tape:
                 raise RuntimeError(f"depth routing: sources {changed} were modified in place after they were read")
         self.last = n
         return first
+
+    def read_gradient(self, do):
+        """The gradient of a read as the kernels take it; None, from a read that was not used, is zero."""
+        return self.new(self.BT, self.D, dtype=self.dtype).zero_() if do is None else aligned(do.to(self.dtype))
 
     def clear(self):
         last = self.last
@@ -726,7 +740,7 @@ class Read(torch.autograd.Function):
         s, n = ctx.tape, ctx.n
         if s.last == 0:
             s.begin_gradient(n)           # which raises: the tape is empty
-        do = s.new(s.BT, s.D, dtype=s.dtype).zero_() if do is None else aligned(do.to(s.dtype))
+        do = s.read_gradient(do)
         dx, du, chain = ctx.site_backward(s, do, n).view(s.shape), None, do.new_empty(0)
         if n == 0:
             du = s.DU.sum(0) if s.DU.dim() == 3 else s.DU
@@ -743,14 +757,12 @@ class DepthRouter:
     S, forward, backward = S, staticmethod(grouped_forward), staticmethod(grouped_backward)
 
     def __init__(self, queries, H, eps=1e-6):
-        if queries.dim() != 2 or queries.size(1) % H:
-            raise ValueError(f"queries must be (N, D) with D a multiple of H = {H}, not {tuple(queries.shape)}")
+        check_queries(queries, H)
         self.queries, self.H, self.eps, self.tape, self.n = queries, H, eps, None, 0
 
     def __call__(self, source):
+        check_device(source)
         kind = source.device.type
-        if kind == "cuda" and source.device.index != torch.cuda.current_device():
-            raise RuntimeError(f"depth routing: Triton launches on the current device, and that is not {source.device}")
         if torch.is_autocast_enabled(kind):
             source = source.to(torch.get_autocast_dtype(kind))
         if self.tape is None:
@@ -804,9 +816,8 @@ class GroupRead(torch.autograd.Function):
     def backward(ctx, *grads):
         s, (O, *sources) = ctx.tape, ctx.saved_tensors
         begin_backward(s, s.N)
-        for n, do in enumerate(grads):
-            do = s.new(s.BT, s.D, dtype=s.dtype).zero_() if do is None else aligned(do.to(s.dtype))
-            s.grads.append(do)
+        s.grads = [s.read_gradient(do) for do in grads]
+        for n, do in enumerate(s.grads):
             note_gradient(s, do, O, n, n)
         gradients = []
         for first in range(0, len(sources), S):
@@ -827,8 +838,8 @@ def group_reads(sources, queries, H, eps=1e-6):
     dtype; queries (S, D) fp32 = query * gain -> S tensors (..., D). Differentiable in both. ValueError if H does not
     divide D.
     """
-    if queries.dim() != 2 or queries.size(1) % H:
-        raise ValueError(f"queries must be (S, D) with D a multiple of H = {H}, not {tuple(queries.shape)}")
+    check_queries(queries, H)
+    check_device(sources[0])
     return GroupRead.apply(queries, H, eps, *sources)
 
 
