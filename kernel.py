@@ -517,7 +517,7 @@ def push_bwd(DO, O, SRC, R, U, LSE, DV, DQ, n, BT, D: tl.constexpr, H: tl.conste
 # Autograd.
 
 def pow2(x):
-    return triton.next_power_of_2(x)
+    return 1 << (x - 1).bit_length()
 
 
 def blocks(width, least):
@@ -882,7 +882,8 @@ def check_case(router, N, H, K, T, scale, dtype, device):
     """
     -> (errors, allowed errors) of reads, source gradients and query gradients: ||a - b|| / ||b|| against fp64, inf
     where two runs differ in a bit. fp32 may be 1e-5 off, or 4x as far as eager fp32 is; 16 bits 1.2x as far as eager;
-    with large logits (scale > 1) both also by what `rounding` says. Buffers are poisoned: what nobody writes is NaN.
+    with large logits (scale > 1) or few sources, where the gradient through the softmax is small, both also by what
+    `rounding` says. Buffers are poisoned: what nobody writes is NaN.
     """
     g = torch.Generator().manual_seed(N * H + K)
     sources = [(torch.randn(1, T, H * K, generator=g) * (.5 + i % 3)).to(device, dtype) for i in range(N)]
@@ -907,7 +908,7 @@ def check_case(router, N, H, K, T, scale, dtype, device):
         return [((a.double() - b).norm() / norm).item() for a, b, norm in zip(results, truth, norms)]
     same = all(torch.equal(a, b) for a, b in zip(got, again))
     allowed = [max(1e-5, 4 * e) if dtype == torch.float32 else 1.2 * e + 1e-4 for e in errors(eager)]
-    if scale > 1:
+    if scale > 1 or N < 4:
         half_unit = torch.finfo(dtype).eps / 2      # as large as the rounding of a number can be
         allowed = [a + half_unit * float(m / norm) for a, m, norm in zip(allowed, rounding(*exact, H), norms)]
     return errors(got) if same else [float("inf")] * 3, allowed
@@ -915,8 +916,8 @@ def check_case(router, N, H, K, T, scale, dtype, device):
 
 # (N, H, K, tokens, scale of the queries)
 CASES = {
-    "all": [(N, *shape, scale) for N in (1, 2, 3, 9, 31, 32, 33, 49, 73) for scale in (1, 30)
-            for shape in ((1, 48, 7), (2, 160, 33), (4, 24, 129), (8, 128, 65))]
+    "all": [(N, *shape, (1, 30)[(i + j) % 2]) for i, N in enumerate((1, 2, 3, 9, 31, 32, 33, 49, 73))
+            for j, shape in enumerate(((1, 48, 7), (2, 160, 33), (4, 24, 129), (8, 128, 65)))]
            + [(19, 16, 64, 17, 1), (19, 1, 1024, 17, 1), (19, 1, 1280, 17, 1)],
     "quick": [(33, 8, 128, 65, 30), (19, 2, 160, 33, 1)],
     "interpreter": [(1, 2, 16, 3, 1), (2, 1, 24, 2, 30), (9, 4, 20, 1, 1), (17, 2, 40, 3, 30), (8, 1, 400, 1, 1),
@@ -946,8 +947,8 @@ def check(cases="all"):
 
 # The benchmark.
 
-SHAPES = {"100m": (25, 512, 4, 32768), "350m": (49, 1024, 8, 16384), "1b": (73, 1280, 8, 8192)}     # N, D, H, tokens
-SEQUENCES = {"100m": 32, "350m": 32, "1b": 16}      # of a whole training step
+SEQUENCES = {"100m": 32, "350m": 32, "1b": 16}      # a step: 65,536, 32,768 and 16,384 tokens
+STEPS = 4               # that follow each other without a wait, as in training
 ARMS = ("plain", "eager", "compiled eager", "fused_simple", "fused")
 
 
@@ -1023,7 +1024,8 @@ def bench_routing(preset, arms, copy, rounds):
     Routing alone: forward, and forward + backward, of all sites of one model. -> records. (The eager arms recompute
     each read in backward, as the model does, for lack of memory: one more forward.)
     """
-    N, D, H, tokens = SHAPES[preset]
+    c = PRESETS[preset]
+    N, D, H, tokens = c.n_site, c.n_embd, c.H, SEQUENCES[preset] * c.block_size
     sources = [torch.randn(1, tokens, D, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in range(N)]
     weights = [torch.randn_like(x) for x in sources]
     queries = (torch.randn(N, D, device="cuda") * .05).requires_grad_()
@@ -1057,28 +1059,32 @@ def bench_step(preset, arms, rounds):
     def prepare(arm, H):
         torch.manual_seed(0)
         config = replace(PRESETS[preset], H=H)
-        model = Transformer(config).cuda()
+        with torch.device("cuda"):
+            model = Transformer(config)
         if arm != "plain":
             model.new_router = lambda x: new_router(arm, model.queries * model.gains, H)
         model.compile_parts()
         optimizer = torch.optim.AdamW(model.parameter_groups(0.1), lr=1e-4, fused=True)
-        tokens = torch.randint(config.vocab_size, (SEQUENCES[preset], config.block_size + 1), device="cuda")
+        shape = SEQUENCES[preset], config.block_size
+        idx, targets = (torch.randint(config.vocab_size, shape, device="cuda") for _ in range(2))
 
-        def step():
+        def steps():
             before = torch.cuda.memory_allocated() - own
             torch.cuda.reset_peak_memory_stats()
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = model(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+            for _ in range(STEPS):
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = model(idx, targets)
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
             peak[arm, H] = (torch.cuda.max_memory_allocated() - before) / 2**30
         own = 12 * sum(p.numel() for p in model.parameters())       # its weights and moments, other arms' not counted
-        return step
+        return steps
     peak, count = {}, SEQUENCES[preset] * PRESETS[preset].block_size
     runs = [(arm, 0 if arm == "plain" else PRESETS[preset].H) for arm in arms] + [("fused", 1)] * ("fused" in arms)
     times = medians({run: prepare(*run) for run in runs}, rounds)
+    times = {run: ms if isinstance(ms, str) else ms / STEPS for run, ms in times.items()}
     plain = times.get(("plain", 0))
     return [{"level": "step", "preset": preset, "arm": arm, "H": H, "tokens": count, "ms": ms,
              "gib": peak.get((arm, H)), **({} if isinstance(ms, str) else {"tokens_per_s": count / ms * 1e3,
@@ -1099,7 +1105,7 @@ def as_row(record):
 
 def main():
     parser = argparse.ArgumentParser("kernel.py", description="correctness gate, then times on a GPU")
-    parser.add_argument("--presets", default=",".join(SHAPES), help="shapes to time (default all three)")
+    parser.add_argument("--presets", default=",".join(SEQUENCES), help="shapes to time (default all three)")
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of {','.join(ARMS)} (default all)")
     parser.add_argument("--levels", default="routing,step", help="routing alone, the whole training step, or both")
     parser.add_argument("--rounds", type=int, default=10, help="a time is the median of so many (default 10)")
@@ -1107,7 +1113,7 @@ def main():
     parser.add_argument("--json", help="write the records to this file as well")
     args = parser.parse_args()
     asked = {name: getattr(args, name).split(",") for name in ("presets", "arms", "levels")}
-    for name, allowed in (("presets", SHAPES), ("arms", ARMS), ("levels", ("routing", "step"))):
+    for name, allowed in (("presets", SEQUENCES), ("arms", ARMS), ("levels", ("routing", "step"))):
         for value in asked[name]:
             if value not in allowed:
                 parser.error(f"--{name}: {value!r} is not one of {', '.join(allowed)}")

@@ -1148,10 +1148,11 @@ def test_training_on_a_gpu_learns_resumes_and_evaluates(text_data, tmp_path, cap
         return evaluation.read_log(out)
     log = run(tmp_path / 'whole')
     assert log[0]['device'] == torch.cuda.get_device_name() and losses(log)[-1] < losses(log)[0] - 1
-    run(tmp_path / 'halves', '--stop_at=10')
-    resumed = run(tmp_path / 'halves', '--resume')
-    for kind in ('train', 'final'):         # not bit for bit: the order of some sums is not the same
-        assert losses(resumed, kind) == pytest.approx(losses(log, kind), abs=1e-2)
+    if H > 0:
+        run(tmp_path / 'halves', '--stop_at=10')
+        resumed = run(tmp_path / 'halves', '--resume')
+        for kind in ('train', 'final'):     # not bit for bit: the order of some sums is not the same
+            assert losses(resumed, kind) == pytest.approx(losses(log, kind), abs=1e-2)
     evaluation.main(['val', str(tmp_path / 'whole'), '--windows=8'])        # on the GPU, unless told otherwise
     found = float(capsys.readouterr().out.split('val loss ')[1].split()[0])
     assert found == pytest.approx(losses(log, 'final')[0], abs=1e-2)
