@@ -25,7 +25,9 @@ p = exp(logit - lse), dh_n the gradient of read n, and dl = p (dh_n . s_i - dh_n
 
 Two operators with one interface, router(source) -> read, a lesson in two steps:
     SimpleRouter   a site at a time: the algorithm everybody would write first (it is the MHAR paper's)
+                   source_norm, simple_fwd; push_bwd
     DepthRouter    in groups of S sites
+                   source_norm, group_fwd, route_fwd; site_dot, group_bwd, route_bwd, query_grad
 and group_reads for the delta form (see model.py), where all sites of a group read the same sources: its simple case.
 
     python kernel.py                            the gate, then every arm's times, routing alone and the whole step
@@ -70,7 +72,7 @@ if INTERPRET.value:
 # A row is a tuple of blocks, since Triton's are powers of two and 160 columns are not.
 
 @triton.jit
-def row_of_heads(HB: tl.constexpr, H, K: tl.constexpr, W: tl.constexpr):
+def columns_of_heads(HB: tl.constexpr, H, K: tl.constexpr, W: tl.constexpr):
     """All heads of a row as blocks (HB, W), a slice of every head each: column numbers, and which of them are real.
     A block is as much as a program's threads load at once, so that a thread meets one head only."""
     h, w = tl.arange(0, HB)[:, None], tl.arange(0, W)[None, :]
@@ -82,7 +84,7 @@ def row_of_heads(HB: tl.constexpr, H, K: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
-def row_of_head(h, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
+def columns_of_head(h, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
     """One head's slice of a row in C chunks, each of one or two blocks, (C, 1, W) and (C, 1, W2): column numbers, and
     which of them are real. 160 is 128 + 32, not 256 with holes."""
     CW: tl.constexpr = (K + C - 1) // C
@@ -162,17 +164,16 @@ def upright(rows):
 
 
 @triton.jit
-def scores(a, b, acc=None):
-    """(C, M, W) times (C, W, S): (C, M, S), summed over the blocks of the row."""
-    acc = dot(a[0], b[0], acc)
-    if len(a) == 2:
-        acc = dot(a[1], b[1], acc)
+def products(a, b, acc=None):
+    """Inner products of M rows (C, M, W) with S upright ones (C, W, S): (C, M, S), summed over the blocks."""
+    for i in tl.static_range(len(a)):
+        acc = dot(a[i], b[i], acc)
     return acc
 
 
 @triton.jit
 def own_block(x, P: tl.constexpr):
-    """x (C, P M, P S), something of P tokens with something of P tokens -> (C, P, M, S), where they are one token."""
+    """The diagonal blocks: x (C, P M, P S) has every pair of tokens -> (C, P, M, S), each token with itself."""
     x = x.reshape(x.shape[0], P, x.shape[1] // P, P, x.shape[2] // P)
     p = tl.arange(0, P)
     same = p[:, None, None, None] == p[None, None, :, None]
@@ -180,7 +181,7 @@ def own_block(x, P: tl.constexpr):
 
 
 @triton.jit
-def diagonal(p, rows):
+def block_diagonal(p, rows):
     """Weights p (P, M, S) of P tokens for their rows (C, P M, W): (C, P S, P M), zero between different tokens."""
     P: tl.constexpr = p.shape[0]
     M: tl.constexpr = p.shape[1]
@@ -217,9 +218,9 @@ def zeros(C: tl.constexpr, S: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
 
 
 @triton.jit
-def tensor(table, i, like):
+def address(table, i, like):
     """Sources and read gradients stay where autograd made them; a table in device memory holds their addresses.
-    i: one number or a block of them. The pointer has the type of `like`; the wrapper sees to the alignment."""
+    i: one number or a block of them. The pointer has the type of `like`; `aligned` sees to the 16 bytes."""
     return tl.multiple_of(tl.load(table + i).to(like.dtype), 16)
 
 
@@ -243,114 +244,102 @@ def source_norm(X, SRC, R, n, BT, D: tl.constexpr, eps, WIDTH: tl.constexpr):
 
 @triton.jit
 def fold(m, l, acc, logit, value):
-    """Online softmax, one more source. Per head: m the largest logit so far, l the sum of exp(logit - m), acc (HB, KB)
-    the sum of exp(logit - m) * value. A finished softmax folds in as one source too: its lse is the logit."""
+    """Online softmax, one more source. Per head: m the largest logit so far, l the sum of exp(logit - m), acc, a row,
+    the sum of exp(logit - m) * value. A finished softmax is such a state too: m its lse, l = 1, acc its read."""
     top = tl.maximum(m, logit)
     old, new = tl.exp(m - top), tl.exp(logit - top)
     return top, l * old + new, combine(old, acc, new, value)
 
 
 @triton.jit(do_not_specialize=["n", "BT"])
-def simple_fwd(SRC, R, U, O, LSE, n, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr,
-               W: tl.constexpr):
+def simple_fwd(SRC, R, U, O, LSE, n, BT, D: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
     """Read n for one token, all heads, over sources 0 .. n: reads them through SRC, their R (N, BT) and row n of
     U (N, D); writes O (BT, D) and row n of LSE (N, BT, H)."""
-    step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)  # N * BT * D passes 2^31: rows are 64-bit numbers
+    BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)  # N * BT * D passes 2^31
     h = tl.arange(0, HB)
-    at, real = row_of_heads(HB, H, K, W)
+    at, real = columns_of_heads(HB, H, D // H, W)
     u = load(U + n * D, at, real)
     l = tl.zeros((HB,), tl.float32)
-    m, acc = l - 1e30, times(l, u)
+    m, acc = l - 1e30, times(l, u)      # l = 0: zeros, a row of them
     for i in range(0, n + 1):
-        v = load(tensor(SRC, i, O) + t * D, at, real)
-        m, l, acc = fold(m, l, acc, inner(u, v) * tl.load(R + i * step + t), v)
+        v = load(address(SRC, i, O) + t * D, at, real)
+        m, l, acc = fold(m, l, acc, inner(u, v) * tl.load(R + i * BT + t), v)
     store(O + t * D, at, real, times(1 / l, acc))
-    tl.store(LSE + (n * step + t) * H + h, m + tl.log(l), mask=h < H)
+    tl.store(LSE + (n * BT + t) * H + h, m + tl.log(l), mask=h < H)
 
 
 @triton.jit(do_not_specialize=["n", "first", "BT"])
-def route_fwd(X, SRC, R, U, O, LSE, n, first, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, eps,
-              HB: tl.constexpr, W: tl.constexpr):
+def route_fwd(X, SRC, R, U, O, LSE, n, first, BT, D: tl.constexpr, H: tl.constexpr, eps, HB: tl.constexpr,
+              W: tl.constexpr):
     """Finish site n, of the group that begins with site `first`, for one token, all heads. group_fwd has left the
     partial read over sources 0 .. first in row n - first of O (S, BT, D), its lse in row n of LSE (N, BT, H); this
     folds in the new source X (BT, D) and the sources first+1 .. n-1, through SRC and R (N, BT), with row n of U (N, D).
     Writes the read and its lse in their places, X's address to SRC, row n of R."""
     if tl.program_id(0) == 0:
         tl.store(SRC + n, X.to(tl.int64))
-    step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)  # N * BT * D passes 2^31: rows are 64-bit numbers
+    BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)  # N * BT * D passes 2^31
     h = tl.arange(0, HB)
-    at, real = row_of_heads(HB, H, K, W)
-    stat = LSE + (n * step + t) * H + h
-    out = O + ((n - first) * step + t) * D
+    at, real = columns_of_heads(HB, H, D // H, W)
+    stat = LSE + (n * BT + t) * H + h
+    out = O + ((n - first) * BT + t) * D
     x = load(X + t * D, at, real)
     u = load(U + n * D, at, real)
     r = tl.rsqrt(tl.sum(inner(x, x), 0) / D + eps)
-    tl.store(R + n * step + t, r)
+    tl.store(R + n * BT + t, r)
     one = tl.full((HB,), 1., tl.float32)
     m, l, acc = fold(tl.load(stat, mask=h < H, other=0.), one, load(out, at, real), inner(u, x) * r, x)
     for i in range(first + 1, n):
-        v = load(tensor(SRC, i, O) + t * D, at, real)
-        m, l, acc = fold(m, l, acc, inner(u, v) * tl.load(R + i * step + t), v)
+        v = load(address(SRC, i, O) + t * D, at, real)
+        m, l, acc = fold(m, l, acc, inner(u, v) * tl.load(R + i * BT + t), v)
     store(out, at, real, times(1 / l, acc))
     tl.store(stat, m + tl.log(l), mask=h < H)
 
 
-@triton.jit(do_not_specialize=["sources", "first", "sites", "tiles", "BT"])
-def group_fwd(SRC, R, UH, UL, O, LSE, sources, first, sites, tiles, BT, D: tl.constexpr, H: tl.constexpr,
-              K: tl.constexpr, TOKENS: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-              W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
+@triton.jit(do_not_specialize=["sources", "first", "sites", "BT"])
+def group_fwd(SRC, R, UH, UL, O, LSE, sources, first, sites, BT, D: tl.constexpr, H: tl.constexpr,
+              TOKENS: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr,
+              S: tl.constexpr, TILE: tl.constexpr, HALVES: tl.constexpr):
     """Sites first .. first+sites-1 over the sources that exist, 0 .. sources-1, for one head of TOKENS tokens.
-    Reads the sources (BT, D) through SRC, R (N, BT), and the queries as UH + UL (N, D), two 16-bit halves.
-    Writes the reads to rows 0 .. sites-1 of O (S, BT, D) and their lse to rows first .. of LSE (N, BT, H).
-    Works on P tokens at once: their S sites each fill the 16 rows that a tensor core multiplies at least. A head is C
-    chunks of the width, a warp each. One loop goes through (tokens, tile of sources), so that the next tile is on its
+    Reads the sources (BT, D) through SRC, R (sources, BT), and the queries as UH + UL (N, D), for 16-bit sources in
+    two parts (HALVES); at fp32 UH is all. Writes the reads to rows 0 .. sites-1 of O (S, BT, D) and their lse to rows
+    first .. of LSE (N, BT, H).
+    Works on P tokens at once: at P = 2 their P S sites are 16 rows, the least that a tensor core multiplies. A head is
+    C chunks of the width, a warp each. One loop goes through (tokens, tile of sources), so that the next tile is on its
     way while this one is worked on, also from one token to the next."""
-    h, step = tl.program_id(1), tl.cast(BT, tl.int64)
+    h, BT64 = tl.program_id(1), tl.cast(BT, tl.int64)
+    # j: a site; js: (token, site); e: (token, source of the tile)
     j, e, js = tl.arange(0, S), tl.arange(0, P * TILE), tl.arange(0, P * S)
-    at, real = row_of_head(h, K, C, W, W2)
+    at, real = columns_of_head(h, D // H, C, W, W2)
     asked = only((j < sites)[None, :, None], real)                                 # (C, S, W)
     to_u = ((first + j) * D)[None, :, None]
     uh, ul = upright(load(UH + to_u, at, asked)), upright(load(UL + to_u, at, asked))      # (C, W, S)
     l = tl.zeros((P, S), tl.float32)
     m, acc = l - 1e30, zeros(C, P * S, W, W2)
+    tiles = tl.cdiv(sources, TILE)
     for it in range(0, TOKENS // P * tiles):
         t = tl.program_id(0) * TOKENS + it // tiles * P
         te, i = token(t + e // TILE, BT), it % tiles * TILE + e % TILE
         alive = i < sources
-        r = tl.load(R + i * step + te, mask=alive, other=0.)
-        v = load((tensor(SRC, i, O) + te * D)[None, :, None], at, only(alive[None, :, None], real))    # (C, P TILE, W)
-        logit = scores(v, uh)                                                      # (C, P TILE, S)
-        if LOW:
-            logit = scores(v, ul, logit)
+        r = tl.load(R + i * BT64 + te, mask=alive, other=0.)
+        v = load((address(SRC, i, O) + te * D)[None, :, None], at, only(alive[None, :, None], real))    # (C, P TILE, W)
+        logit = products(v, uh)                                                    # (C, P TILE, S)
+        if HALVES:
+            logit = products(v, ul, logit)
         logit = tl.where(alive[:, None], tl.sum(logit, 0) * r[:, None], -1e30).reshape(P, TILE, S)
         top = tl.maximum(m, tl.max(logit, 1))
         old, p = tl.exp(m - top), tl.exp(logit - top[:, None, :])
         m, l = top, l * old + tl.sum(p, 1)
-        acc = mix(diagonal(p, v), v, scaled(acc, old))
+        acc = mix(block_diagonal(p, v), v, scaled(acc, old))
         if it % tiles == tiles - 1:
-            out = O + (js % S * step + token(t + js // S, BT))[None, :, None] * D
+            out = O + (js % S * BT64 + token(t + js // S, BT))[None, :, None] * D
             store(out, at, only((js % S < sites)[None, :, None], real), scaled(acc, 1 / l))
-            stat = LSE + ((first + j)[None, :] * step + token(t + tl.arange(0, P), BT)[:, None]) * H + h
+            stat = LSE + ((first + j)[None, :] * BT64 + token(t + tl.arange(0, P), BT)[:, None]) * H + h
             tl.store(stat, m + tl.log(l), mask=(j < sites)[None, :])
             l = tl.zeros((P, S), tl.float32)
             m, acc = l - 1e30, zeros(C, P * S, W, W2)
 
 
 # Backward.
-
-@triton.jit(do_not_specialize=["n", "row", "BT"])
-def site_dot(DO, O, GRAD, DHR, n, row, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr,
-             W: tl.constexpr):
-    """A new read gradient DO (BT, D), one token: writes its address to GRAD (N,) and dh . read, a number a head, to
-    row n of DHR (N, BT, H). The read is row `row` of O (S, BT, D)."""
-    if tl.program_id(0) == 0:
-        tl.store(GRAD + n, DO.to(tl.int64))
-    step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
-    h = tl.arange(0, HB)
-    at, real = row_of_heads(HB, H, K, W)
-    dhr = inner(load(DO + t * D, at, real), load(O + (row * step + t) * D, at, real))
-    tl.store(DHR + (n * step + t) * H + h, dhr, mask=h < H)
-
 
 @triton.jit
 def softmax_grad(v, r, u, dh, lse, dhr):
@@ -360,51 +349,95 @@ def softmax_grad(v, r, u, dh, lse, dhr):
     return p, p * (inner(dh, v) - dhr), logit
 
 
-@triton.jit(do_not_specialize=["first", "count", "start", "stop", "tiles", "BT"])
-def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, count, start, stop, tiles, BT, D: tl.constexpr,
-              H: tl.constexpr, K: tl.constexpr, NP, TOKENS: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
-              W: tl.constexpr, W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, LOW: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "BT"])
+def push_bwd(DO, O, SRC, R, U, LSE, DV, DQ, n, BT, D: tl.constexpr, H: tl.constexpr, FIRST: tl.constexpr,
+             HB: tl.constexpr, W: tl.constexpr):
+    """Backward of site n for one token, all heads, the simple way: add this site's part to the gradient of each of
+    its sources, DV (N, BT, D) fp32 (FIRST: the first site to do so overwrites), and write the token's part of the query
+    gradient, DQ (BT, D). Reads DO and read n, O (BT, D), the sources 0 .. n through SRC, R, row n of U and LSE."""
+    BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HB)
+    at, real = columns_of_heads(HB, H, D // H, W)
+    dh = load(DO + t * D, at, real)
+    u = load(U + n * D, at, real)
+    lse = tl.load(LSE + (n * BT + t) * H + h, mask=h < H, other=0.)
+    dhr = inner(dh, load(O + t * D, at, real))
+    one = tl.full((HB,), 1., tl.float32)
+    dq = times(one * 0, u)              # zeros, a row of them
+    for i in range(0, n + 1):
+        v = load(address(SRC, i, O) + t * D, at, real)
+        r = tl.load(R + i * BT + t)
+        p, dl, logit = softmax_grad(v, r, u, dh, lse, dhr)
+        dq = combine(one, dq, dl * r, v)
+        through_rms = r * r / D * tl.sum(tl.where(h < H, dl * logit, 0.), 0)
+        dv = combine(one, combine(p, dh, dl * r, u), -through_rms * one, v)
+        to = DV + (i * BT + t) * D
+        if not FIRST:
+            dv = combine(one, dv, one, load(to, at, real))
+        store(to, at, real, dv)
+    store(DQ + t * D, at, real, dq)
+
+
+@triton.jit(do_not_specialize=["n", "row", "BT"])
+def site_dot(DO, O, GRAD, DHR, n, row, BT, D: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
+    """A new read gradient DO (BT, D), one token: writes its address to GRAD (N,) and dh . read, a number a head, to
+    row n of DHR (N, BT, H). The read is row `row` of O (S, BT, D)."""
+    if tl.program_id(0) == 0:
+        tl.store(GRAD + n, DO.to(tl.int64))
+    BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, HB)
+    at, real = columns_of_heads(HB, H, D // H, W)
+    dhr = inner(load(DO + t * D, at, real), load(O + (row * BT + t) * D, at, real))
+    tl.store(DHR + (n * BT + t) * H + h, dhr, mask=h < H)
+
+
+@triton.jit(do_not_specialize=["first", "count", "start", "stop", "BT"])
+def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, count, start, stop, BT, D: tl.constexpr,
+              H: tl.constexpr, NP, TOKENS: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+              W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, HALVES: tl.constexpr):
     """Sources first .. first+count-1 under the sites start .. stop-1, which all read them; one head of TOKENS tokens.
     Reads the sources through SRC and R, UH, UL as group_fwd does, the read gradients dh (BT, D) through GRAD (N,), LSE
     and DHR = dh . read (N, BT, H). Writes p @ dh + r dl @ u to DX (S, BT, D), the norm's sum of dl * logit to
     DC (S, BT, H), r dl to DL (S, BT, H, NP). P tokens at once share the queries of a tile. Otherwise like group_fwd."""
-    h, step = tl.program_id(1), tl.cast(BT, tl.int64)
+    h, BT64 = tl.program_id(1), tl.cast(BT, tl.int64)
+    # as_: (token, source); e: (token, site of the tile); p3, e3, a3: token, site and source, (P, TILE, S)
     e, as_ = tl.arange(0, P * TILE), tl.arange(0, P * S)
     p3, e3, a3 = tl.arange(0, P)[:, None, None], tl.arange(0, TILE)[None, :, None], tl.arange(0, S)[None, None, :]
-    at, real = row_of_head(h, K, C, W, W2)
+    at, real = columns_of_head(h, D // H, C, W, W2)
     source = first + tl.minimum(as_ % S, count - 1)
-    src = tensor(SRC, source, DX)
+    src = address(SRC, source, DX)
     dv, dc = zeros(C, P * S, W, W2), tl.zeros((P, S), tl.float32)
+    tiles = tl.cdiv(stop - start, TILE)
     for it in range(0, TOKENS // P * tiles):
         t, site = tl.program_id(0) * TOKENS + it // tiles * P, start + it % tiles * TILE + e % TILE
         ta, te, t3 = token(t + as_ // S, BT), token(t + e // TILE, BT), token(t + p3, BT)
         alive = site < stop
         site3 = start + it % tiles * TILE + e3
         v = upright(load((src + ta * D)[None, :, None], at, real))                 # (C, W, P S)
-        r = tl.load(R + source * step + ta)
-        dh = load((tensor(GRAD, site, DX) + te * D)[None, :, None], at, only(alive[None, :, None], real))
-        stat = (site * step + te) * H + h
+        r = tl.load(R + source * BT64 + ta)
+        dh = load((address(GRAD, site, DX) + te * D)[None, :, None], at, only(alive[None, :, None], real))
+        stat = (site * BT64 + te) * H + h
         lse = tl.load(LSE + stat, mask=alive, other=0.).reshape(P, TILE, 1)
         dhr = tl.load(DHR + stat, mask=alive, other=0.).reshape(P, TILE, 1)
         to_u = site3 * D
         uh, ul = load(UH + to_u, at, real), load(UL + to_u, at, real)              # (C, TILE, W)
-        logit = scores(uh, v)                                                      # (C, TILE, P S)
-        if LOW:
-            logit = scores(ul, v, logit)
+        logit = products(uh, v)                                                    # (C, TILE, P S)
+        if HALVES:
+            logit = products(ul, v, logit)
         logit = (tl.sum(logit, 0) * r[None, :]).reshape(TILE, P, S).trans(1, 0, 2)  # (P, TILE, S)
-        g = tl.sum(own_block(scores(dh, v), P), 0)                                 # (P, TILE, S): dh . v
+        g = tl.sum(own_block(products(dh, v), P), 0)                               # (P, TILE, S): dh . v
         p = tl.where(site3 < stop, tl.exp(logit - lse), 0.)
         dl = p * (g - dhr)
         dc += tl.sum(dl * logit, 1)
         dl = (dl * r.reshape(P, 1, S)).to(DL.dtype.element_ty)
-        to_dl = ((a3 * step + t3) * H + h) * NP + site3
+        to_dl = ((a3 * BT64 + t3) * H + h) * NP + site3
         tl.store(DL + to_dl, dl, mask=(site3 < stop) & (a3 < count))
         dlt = tl.broadcast_to(dl.trans(0, 2, 1).reshape(P * S, TILE)[None], (C, P * S, TILE))
-        dv = mix(dlt, uh, mix(diagonal(p, dh), dh, dv))
+        dv = mix(dlt, uh, mix(block_diagonal(p, dh), dh, dv))                      # here uh is enough
         if it % tiles == tiles - 1:
-            out = DX + (as_ % S * step + ta)[None, :, None] * D
+            out = DX + (as_ % S * BT64 + ta)[None, :, None] * D
             store(out, at, only((as_ % S < count)[None, :, None], real), dv)
-            tl.store(DC + (a3 * step + t3) * H + h, dc.reshape(P, 1, S), mask=a3 < count)
+            tl.store(DC + (a3 * BT64 + t3) * H + h, dc.reshape(P, 1, S), mask=a3 < count)
             dv, dc = zeros(C, P * S, W, W2), tl.zeros((P, S), tl.float32)
 
 
@@ -418,21 +451,21 @@ def pull(dv, dc, v, r, u, dh, lse, dhr, to_dl, live):
 
 
 @triton.jit(do_not_specialize=["n", "first", "end", "BT"])
-def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D: tl.constexpr, H: tl.constexpr,
-              K: tl.constexpr, NP, HB: tl.constexpr, W: tl.constexpr):
+def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D: tl.constexpr, H: tl.constexpr, NP,
+              HB: tl.constexpr, W: tl.constexpr):
     """Finish source n, of the group that begins with `first`, for one token, all heads. group_bwd has left its gradient
     under the sites from `end` on in row n - first of DX, DC; this adds those under sites n .. end-1. If there are any,
     DO (BT, D), the gradient of read n, has just arrived; the later ones come through GRAD. Reads read n from row
     n - first of O, source n through SRC, and R, U, LSE, DHR. Writes DO's address to GRAD, row n of DHR, r dl to DL, and
     the finished gradient of source n in its place in DX."""
-    step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
+    BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HB)
     live = h < H
-    at, real = row_of_heads(HB, H, K, W)
-    here, out = n * step + t, (n - first) * step + t
+    at, real = columns_of_heads(HB, H, D // H, W)
+    here, out = n * BT + t, (n - first) * BT + t
     to_dl = DL + (out * H + h) * NP
     one = tl.full((HB,), 1., tl.float32)
-    v = load(tensor(SRC, n, O) + t * D, at, real)
+    v = load(address(SRC, n, O) + t * D, at, real)
     r = tl.load(R + here)
     dv, dc = times(one, load(DX + out * D, at, real)), tl.load(DC + out * H + h, mask=live, other=0.)
     if n < end:
@@ -445,8 +478,8 @@ def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D
         lse = tl.load(LSE + here * H + h, mask=live, other=0.)
         dv, dc = pull(dv, dc, v, r, u, dh, lse, dhr, to_dl + n, live)
     for q in range(n + 1, end):
-        there = (q * step + t) * H + h
-        dh = load(tensor(GRAD, q, O) + t * D, at, real)
+        there = (q * BT + t) * H + h
+        dh = load(address(GRAD, q, O) + t * D, at, real)
         u = load(U + q * D, at, real)
         lse, dhr = tl.load(LSE + there, mask=live, other=0.), tl.load(DHR + there, mask=live, other=0.)
         dv, dc = pull(dv, dc, v, r, u, dh, lse, dhr, to_dl + q, live)
@@ -455,27 +488,27 @@ def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D
 
 
 @triton.jit(do_not_specialize=["first", "count", "start", "stop", "BT"])
-def query_grad(SRC, DL, DU, first, count, start, stop, N, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-               NP, SITES: tl.constexpr, TB: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
+def query_grad(SRC, DL, DU, first, count, start, stop, N, BT, D: tl.constexpr, H: tl.constexpr, NP,
+               SITES: tl.constexpr, TB: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
     """Add sum over tokens of (r dl)^T @ s_i, for the sources first .. first+count-1, to the query gradients. The sites
     that read source first+a are start+a .. stop-1.
-    Program (part, chunk of a head, block of sites) takes every P-th block of TB tokens and owns its slice of
-    DU (P, N, D), so that the sum has one order: no atomics. Reads the sources through SRC and DL (S, BT, H, NP)."""
-    part, P = tl.program_id(0), tl.num_programs(0)
+    Program (part, chunk of a head, block of sites) takes every PARTS-th block of TB tokens and owns its slice of
+    DU (PARTS, N, D), so that the sum has one order: no atomics. Reads the sources through SRC and DL (S, BT, H, NP)."""
+    K: tl.constexpr = D // H
     CW: tl.constexpr = (K + C - 1) // C
+    part, parts, BT64 = tl.program_id(0), tl.num_programs(0), tl.cast(BT, tl.int64)
     h, c = tl.program_id(1) // C, tl.program_id(1) % C * CW
-    step = tl.cast(BT, tl.int64)
     w = tl.arange(0, W)
     inside = ((w < CW) & (c + w < K))[None, :]
     at = h * K + c + w
     site = tl.maximum(start, 0) // 16 * 16 + tl.program_id(2) * SITES + tl.arange(0, SITES)     # aligned: wide loads
     acc = tl.zeros((SITES, W), tl.float32)
-    for t0 in range(part * TB, BT, P * TB):
+    for t0 in range(part * TB, BT, parts * TB):
         t = tl.cast(t0 + tl.arange(0, TB), tl.int64)
         live = (t < BT)[:, None]
         for a in range(count):
-            v = tl.load(tensor(SRC, first + a, DL) + t[:, None] * D + at[None, :], mask=live & inside, other=0.)
-            to_dl = ((a * step + t) * H + h)[:, None] * NP + site[None, :]
+            v = tl.load(address(SRC, first + a, DL) + t[:, None] * D + at[None, :], mask=live & inside, other=0.)
+            to_dl = ((a * BT64 + t) * H + h)[:, None] * NP + site[None, :]
             dl = tl.load(DL + to_dl, mask=live & (site < NP)[None, :], other=0.)
             written = (site < stop) & (site >= start + a)
             dl = tl.where(written[None, :], dl, 0.).to(v.dtype)
@@ -485,46 +518,17 @@ def query_grad(SRC, DL, DU, first, count, start, stop, N, BT, D: tl.constexpr, H
     tl.store(out, acc + tl.load(out, mask=mask, other=0.), mask=mask)
 
 
-@triton.jit(do_not_specialize=["n", "BT"])
-def push_bwd(DO, O, SRC, R, U, LSE, DV, DQ, n, BT, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
-             FIRST: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
-    """Backward of site n for one token, all heads, the simple way: add this site's part to the gradient of each of
-    its sources, DV (N, BT, D) fp32 (FIRST: the first site to do so overwrites), and write the token's part of the query
-    gradient, DQ (BT, D). Reads DO and read n, O (BT, D), the sources 0 .. n through SRC, R, row n of U and LSE."""
-    step, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
-    h = tl.arange(0, HB)
-    at, real = row_of_heads(HB, H, K, W)
-    dh = load(DO + t * D, at, real)
-    u = load(U + n * D, at, real)
-    lse = tl.load(LSE + (n * step + t) * H + h, mask=h < H, other=0.)
-    dhr = inner(dh, load(O + t * D, at, real))
-    one = tl.full((HB,), 1., tl.float32)
-    dq = times(one * 0, u)
-    for i in range(0, n + 1):
-        v = load(tensor(SRC, i, O) + t * D, at, real)
-        r = tl.load(R + i * step + t)
-        p, dl, logit = softmax_grad(v, r, u, dh, lse, dhr)
-        dq = combine(one, dq, dl * r, v)
-        through_rms = r * r / D * tl.sum(tl.where(h < H, dl * logit, 0.), 0)
-        dv = combine(one, combine(p, dh, dl * r, u), -through_rms * one, v)
-        to = DV + (i * step + t) * D
-        if not FIRST:
-            dv = combine(one, dv, one, load(to, at, real))
-        store(to, at, real, dv)
-    store(DQ + t * D, at, real, dq)
-
-
 # Autograd.
 
 def pow2(x):
     return 1 << (x - 1).bit_length()
 
 
-def blocks(width, least):
-    """Widths of the one or two blocks, powers of two and at least `least`, that cover a row."""
-    W = max(least, pow2(width))
-    W2 = max(least, pow2(width - W // 2)) if width > W // 2 else 0
-    return dict(W=W // 2, W2=W2) if W // 2 >= least and W // 2 + W2 < W else dict(W=W, W2=0)
+def blocks(width):
+    """Widths of the one or two blocks, powers of two from 16 on, that cover a chunk of a head."""
+    W = max(16, pow2(width))
+    W2 = max(16, pow2(width - W // 2))
+    return dict(W=W // 2, W2=W2) if W // 2 + W2 < W else dict(W=W, W2=0)
 
 
 def aligned(x):
@@ -547,20 +551,20 @@ class Tape:
     """What one forward and backward pass keeps: made on the first read, emptied by the last gradient. (State on an
     autograd context lives as long as somebody holds the loss.)"""
 
-    def __init__(self, queries, H, eps, source, S, sources=None):
+    def __init__(self, queries, H, eps, source, group_size, n_source=None):
         self.N, self.D = queries.shape                             # sites, and as many sources if not told otherwise
-        self.shape, self.dtype, self.H, self.eps, self.S = source.shape, source.dtype, H, eps, S
+        self.shape, self.dtype, self.H, self.eps, self.S = source.shape, source.dtype, H, eps, group_size
         self.BT, self.K = source.numel() // self.D, self.D // H
         self.C = pow2(triton.cdiv(self.K, 192))                    # chunks a head, a warp each in the group kernels
         self.new = lambda *shape, dtype=torch.float32: torch.empty(*shape, device=source.device, dtype=dtype)
         self.U = queries.detach().float().contiguous()
-        self.low = source.dtype != torch.float32                   # 16-bit matrix products: queries in two halves
+        self.halves = source.dtype != torch.float32                # 16-bit matrix products: queries in two parts
         padded = torch.nn.functional.pad(self.U, (0, 0, 0, TILE))  # the last tile may look beyond the end
         self.UH = padded.to(source.dtype)
         self.UL = (padded - self.UH.float()).to(source.dtype)
-        self.SRC = self.new((sources or self.N) + TILE, dtype=torch.int64)      # addresses
+        self.SRC = self.new((n_source or self.N) + TILE, dtype=torch.int64)     # addresses
         self.sources = []                                          # what keeps them valid
-        self.R, self.LSE = self.new(sources or self.N, self.BT), self.new(self.N, self.BT, H)
+        self.R, self.LSE = self.new(n_source or self.N, self.BT), self.new(self.N, self.BT, H)
         self.O = {}                                                # reads, a tensor a group, by its first site
         self.versions = []                                         # of the sources, to notice a change in place
         self.last = None                                           # the site whose gradient came last
@@ -582,17 +586,17 @@ class Tape:
         return self.O[first], first
 
     def begin_gradient(self, n):
-        """Gradients come from the last site that was used down to site 0, once. True for the first."""
+        """Gradients come from the last site that was used down to site 0, once. True for the first to come."""
         if self.last is not None and n != self.last - 1:
             raise RuntimeError("depth routing: its buffers are freed as the backward pass runs, so a second backward "
                                "through the same reads is not possible; run the forward pass again")
-        first = self.last is None
-        if first:
+        newest = self.last is None
+        if newest:
             changed = [i for i, x in enumerate(self.sources) if x._version != self.versions[i]]
             if changed:
                 raise RuntimeError(f"depth routing: sources {changed} were modified in place after they were read")
         self.last = n
-        return first
+        return newest
 
     def read_gradient(self, do):
         """The gradient of a read as the kernels take it; None, from a read that was not used, is zero."""
@@ -609,21 +613,21 @@ class Tape:
         return dict(HB=HB, W=min(pow2(self.K), max(1, 256 // HB)), num_warps=1)
 
     def group_configs(self, forward):
-        """The kernels of one head: what is fastest on an H200, then what needs less registers and shared memory."""
-        P = 2 if self.low and (forward or self.C == 1) else 1
-        stages = 1 if not self.low else 3 if self.K <= 128 and not forward else 2
-        rest = dict(C=self.C, **blocks(triton.cdiv(self.K, self.C), 16), S=S, TILE=TILE, TOKENS=TOKENS, LOW=self.low,
+        """The kernels of one head: what is fastest on an H200, then what needs fewer registers, less shared memory."""
+        P, stages = 2 if forward or self.C == 1 else 1, 3 if self.K <= 128 and not forward else 2
+        rest = dict(C=self.C, **blocks(triton.cdiv(self.K, self.C)), S=S, TILE=TILE, TOKENS=TOKENS, HALVES=self.halves,
                     num_warps=self.C)
-        return [dict(P=p, num_stages=n, **rest) for p, n in ((P, stages), (1, 2), (1, 1))]
+        choice = ((P, stages), (1, 2), (1, 1)) if self.halves else ((1, 1),)
+        return [dict(P=p, num_stages=n, **rest) for p, n in choice]
 
 
-# Launches that two operators share.
+# What the operators share: the launches, and what a backward pass needs.
 
-def norm_source(s, x, i):
+def launch_source_norm(s, x, i):
     source_norm[(s.BT,)](x, s.SRC, s.R, i, s.BT, s.D, s.eps, WIDTH=pow2(s.D), num_warps=4)
 
 
-def launch_group(kernel, s, forward, *args):
+def launch_of_a_head(kernel, s, forward, *args):
     for config in s.group_configs(forward):
         try:
             return kernel[(triton.cdiv(s.BT, TOKENS), s.H)](*args, **config)
@@ -633,40 +637,39 @@ def launch_group(kernel, s, forward, *args):
                        f"fused_simple and eager do") from refused
 
 
-def read_together(s, O, sources, first):
+def launch_group_fwd(s, O, sources, first):
     """Sites first .. of as many as O has rows, over sources 0 .. sources-1."""
-    launch_group(group_fwd, s, True, s.SRC, s.R, s.UH, s.UL, O, s.LSE, sources, first, O.size(0),
-                 triton.cdiv(sources, TILE), s.BT, s.D, s.H, s.K)
+    launch_of_a_head(group_fwd, s, True, s.SRC, s.R, s.UH, s.UL, O, s.LSE, sources, first, O.size(0), s.BT, s.D, s.H)
 
 
 def begin_backward(s, sites):
-    s.stop, s.NP = sites, triton.cdiv(s.N, 16) * 16
-    s.GRAD, s.grads = s.new(s.N + TILE, dtype=torch.int64), []
-    s.DHR, s.DC = s.new(sites, s.BT, s.H), s.new(S, s.BT, s.H)
-    s.DL = s.new(S, s.BT, s.H, s.NP, dtype=s.dtype)
+    s.stop, s.NP = sites, triton.cdiv(s.N, 16) * 16     # the sites that were used; N padded: rows of DL are aligned
+    s.GRAD, s.grads = s.new(s.N + TILE, dtype=torch.int64), []      # addresses, and what keeps them valid
+    s.DHR, s.DC = s.new(sites, s.BT, s.H), s.new(S, s.BT, s.H)      # dh . read; the norm's sums of dl * logit
+    s.DL = s.new(S, s.BT, s.H, s.NP, dtype=s.dtype)                 # r dl
     s.DU = torch.zeros(PARTS, s.N, s.D, device=s.U.device)
 
 
-def note_gradient(s, do, O, n, row):
-    site_dot[(s.BT,)](do, O, s.GRAD, s.DHR, n, row, s.BT, s.D, s.H, s.K, **s.row_config())
+def launch_site_dot(s, do, O, n, row):
+    site_dot[(s.BT,)](do, O, s.GRAD, s.DHR, n, row, s.BT, s.D, s.H, **s.row_config())
 
 
-def pull_together(s, first, start):
+def launch_group_bwd(s, first, start):
     """What the sites from start on add to the gradients of sources first .. of as many as DX has rows."""
-    launch_group(group_bwd, s, False, s.SRC, s.R, s.UH, s.UL, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, first,
-                 s.DX.size(0), start, s.stop, triton.cdiv(s.stop - start, TILE), s.BT, s.D, s.H, s.K, s.NP)
+    launch_of_a_head(group_bwd, s, False, s.SRC, s.R, s.UH, s.UL, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, first,
+                     s.DX.size(0), start, s.stop, s.BT, s.D, s.H, s.NP)
 
 
-def finish_gradient(s, do, O, n, first, end):
+def launch_route_bwd(s, do, O, n, first, end):
     route_bwd[(s.BT,)](do, O, s.SRC, s.R, s.U, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, n, first, end, s.BT, s.D, s.H,
-                       s.K, s.NP, **s.row_config())
+                       s.NP, **s.row_config())
 
 
-def add_query_gradient(s, first, start):
+def launch_query_grad(s, first, start):
     """Of the sources first .. of as many as DX has rows; source first + a is read by the sites from start + a on."""
     C = triton.cdiv(s.K, 128)               # chunks a head
     query_grad[(PARTS, s.H * C, triton.cdiv(s.stop - max(start, 0) // 16 * 16, 64))](
-        s.SRC, s.DL, s.DU, first, s.DX.size(0), start, s.stop, s.N, s.BT, s.D, s.H, s.K, s.NP, SITES=64, TB=64,
+        s.SRC, s.DL, s.DU, first, s.DX.size(0), start, s.stop, s.N, s.BT, s.D, s.H, s.NP, SITES=64, TB=64,
         W=max(16, pow2(triton.cdiv(s.K, C))), C=C, num_warps=4)
 
 
@@ -674,34 +677,33 @@ def add_query_gradient(s, first, start):
 
 def simple_forward(s, x, n):
     O, _ = s.begin_site(n, x)
-    norm_source(s, x, n)
-    simple_fwd[(s.BT,)](s.SRC, s.R, s.U, O, s.LSE, n, s.BT, s.D, s.H, s.K, **s.row_config())
+    launch_source_norm(s, x, n)
+    simple_fwd[(s.BT,)](s.SRC, s.R, s.U, O, s.LSE, n, s.BT, s.D, s.H, **s.row_config())
     return O[0]
 
 
-def simple_backward(s, do, n):
-    first = s.begin_gradient(n)
-    if first:
-        s.DV, s.DU = s.new(n + 1, s.BT, s.D), torch.zeros_like(s.U)
+def simple_backward(s, do, n, newest):
+    if newest:
+        s.DV, s.DU = s.new(n + 1, s.BT, s.D), torch.zeros_like(s.U)[None]
     dq = s.new(s.BT, s.D)
-    push_bwd[(s.BT,)](do, s.O.pop(n), s.SRC, s.R, s.U, s.LSE, s.DV, dq, n, s.BT, s.D, s.H, s.K, FIRST=first,
+    push_bwd[(s.BT,)](do, s.O.pop(n), s.SRC, s.R, s.U, s.LSE, s.DV, dq, n, s.BT, s.D, s.H, FIRST=newest,
                       **s.row_config())
-    s.DU[n] = dq.sum(0)
+    s.DU[0, n] = dq.sum(0)
     return s.DV[n].to(s.dtype)
 
 
 def grouped_forward(s, x, n):
     O, first = s.begin_site(n, x)
     if n == first:
-        norm_source(s, x, n)
-        read_together(s, O, n + 1, n)       # complete for site n, partial for the others of its group
+        launch_source_norm(s, x, n)
+        launch_group_fwd(s, O, n + 1, n)       # complete for site n, partial for the others of its group
     else:
-        route_fwd[(s.BT,)](x, s.SRC, s.R, s.U, O, s.LSE, n, first, s.BT, s.D, s.H, s.K, s.eps, **s.row_config())
+        route_fwd[(s.BT,)](x, s.SRC, s.R, s.U, O, s.LSE, n, first, s.BT, s.D, s.H, s.eps, **s.row_config())
     return O[n - first]
 
 
-def grouped_backward(s, do, n):
-    if s.begin_gradient(n):
+def grouped_backward(s, do, n, newest):
+    if newest:
         begin_backward(s, n + 1)
     s.grads.append(do)
     first, last = s.group(n)
@@ -712,12 +714,12 @@ def grouped_backward(s, do, n):
     if n == s.stop - 1:
         s.DX.zero_(), s.DC.zero_()
     elif n == last:
-        note_gradient(s, do, s.O[first], n, n - first)
-        pull_together(s, first, n)
-    finish_gradient(s, do, s.O[first], n, first, end)
+        launch_site_dot(s, do, s.O[first], n, n - first)
+        launch_group_bwd(s, first, n)
+    launch_route_bwd(s, do, s.O[first], n, first, end)
     dx = s.DX[n - first]
     if n == first:
-        add_query_gradient(s, first, first)
+        launch_query_grad(s, first, first)
         s.DX = None
         del s.O[first]
     return dx
@@ -738,12 +740,11 @@ class Read(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, do, _):
         s, n = ctx.tape, ctx.n
-        if s.last == 0:
-            s.begin_gradient(n)           # which raises: the tape is empty
+        newest = s.begin_gradient(n)
         do = s.read_gradient(do)
-        dx, du, chain = ctx.site_backward(s, do, n).view(s.shape), None, do.new_empty(0)
+        dx, du, chain = ctx.site_backward(s, do, n, newest).view(s.shape), None, do.new_empty(0)
         if n == 0:
-            du = s.DU.sum(0) if s.DU.dim() == 3 else s.DU
+            du = s.DU.sum(0)
             s.clear()
         return dx, du, chain, None, None, None, None
 
@@ -778,7 +779,7 @@ class DepthRouter:
         if source.shape != s.shape or source.dtype != s.dtype:
             raise RuntimeError(f"depth routing: source {self.n} is {tuple(source.shape)} {source.dtype}, "
                                f"the first was {tuple(s.shape)} {s.dtype}")
-        s.keep = torch.is_grad_enabled()
+        s.keep = torch.is_grad_enabled()        # for a backward pass
         read, self.chain = Read.apply(source, self.queries, self.chain, s, self.n, self.forward, self.backward)
         self.n += 1
         if self.n == s.N:
@@ -802,10 +803,10 @@ class GroupRead(torch.autograd.Function):
         sources = [aligned(x.detach()) for x in sources]
         s = Tape(queries, H, eps, sources[0], S, len(sources))
         for i, x in enumerate(sources):
-            norm_source(s, x, i)
+            launch_source_norm(s, x, i)
         O = s.new(s.N, s.BT, s.D, dtype=s.dtype)
         for first in range(0, s.N, S):
-            read_together(s, O[first:first + S], len(sources), first)
+            launch_group_fwd(s, O[first:first + S], len(sources), first)
         ctx.save_for_backward(O, *sources)
         ctx.tape = s
         ctx.set_materialize_grads(False)
@@ -818,14 +819,14 @@ class GroupRead(torch.autograd.Function):
         begin_backward(s, s.N)
         s.grads = [s.read_gradient(do) for do in grads]
         for n, do in enumerate(s.grads):
-            note_gradient(s, do, O, n, n)
+            launch_site_dot(s, do, O, n, n)
         gradients = []
         for first in range(0, len(sources), S):
             s.DX = s.new(min(S, len(sources) - first), s.BT, s.D, dtype=s.dtype)
-            pull_together(s, first, 0)
+            launch_group_bwd(s, first, 0)
             for i in range(first, first + s.DX.size(0)):
-                finish_gradient(s, s.grads[0], O, i, first, 0)
-            add_query_gradient(s, first, -S)        # all sites read all sources
+                launch_route_bwd(s, s.grads[0], O, i, first, 0)     # end = 0: DO and O are not looked at
+            launch_query_grad(s, first, -S)        # all sites read all sources
             gradients += [dx.view(s.shape) for dx in s.DX]
         du = s.DU.sum(0)
         s.GRAD = s.grads = s.DHR = s.DC = s.DL = s.DU = s.DX = None     # the tape lives as long as the loss is held
@@ -834,12 +835,15 @@ class GroupRead(torch.autograd.Function):
 
 def group_reads(sources, queries, H, eps=1e-6):
     """
-    What S sites that read the same sources read of them, all at once. sources: a list of M tensors (..., D) of one
-    dtype; queries (S, D) fp32 = query * gain -> S tensors (..., D). Differentiable in both. ValueError if H does not
-    divide D.
+    What N sites that read the same sources read of them, all at once. sources: a list of M tensors (..., D) of one
+    shape and dtype; queries (N, D) fp32 = query * gain -> N tensors (..., D). Differentiable in both. ValueError if
+    the shapes do not fit or H does not divide D.
     """
     check_queries(queries, H)
     check_device(sources[0])
+    if sources[0].size(-1) != queries.size(1) or len({(x.shape, x.dtype) for x in sources}) > 1:
+        raise ValueError(f"depth routing: sources must have one shape and dtype, and the queries' width, "
+                         f"{queries.size(1)}; they are {sorted({f'{tuple(x.shape)} {x.dtype}' for x in sources})}")
     return GroupRead.apply(queries, H, eps, *sources)
 
 
@@ -947,7 +951,7 @@ def check(cases="all"):
 
 # The benchmark.
 
-SEQUENCES = {"100m": 32, "350m": 32, "1b": 16}      # a step: 65,536, 32,768 and 16,384 tokens
+SEQUENCES = {"100m": 32, "350m": 32, "1b": 16}      # a step: one forward and backward pass of so many
 STEPS = 4               # that follow each other without a wait, as in training
 ARMS = ("plain", "eager", "compiled eager", "fused_simple", "fused")
 

@@ -414,7 +414,7 @@ class Transformer(nn.Module):
         return kernel.OPERATORS[name](self.queries * self.gains, c.H, c.norm_eps)
 
     def read_group(self, sources, sites):
-        """Delta form: what a group's sites (a slice of S) read of these sources, a list -> S tensors (B, T, D)."""
+        """Delta form: what a group's sites (a slice) read of these sources, a list -> a tensor (B, T, D) for each."""
         c, queries, gains = self.config, self.queries[sites], self.gains[sites]
         if self.router_on(sources[0].device) == 'eager' or sources[0].dtype == torch.float64:
             sources = torch.stack(sources)

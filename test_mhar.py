@@ -513,6 +513,9 @@ def test_group_reads_equal_route_in_every_read_and_gradient(M, sites, H, K, T):
         assert torch.equal(got, again) and (got - want).norm() <= 1e-5 * want.norm()
     with pytest.raises(ValueError, match='multiple of H = 3'):
         kernel.group_reads(sources, queries, 3)
+    for bad in ([sources[0], sources[1].half()], [sources[0], sources[1][..., 1:]], [x[..., 1:] for x in sources]):
+        with pytest.raises(ValueError, match='one shape and dtype'):
+            kernel.group_reads(bad, queries, H)
 
 
 @needs_triton
@@ -1360,6 +1363,8 @@ def test_flags_take_every_usual_form():
     (['--z_loss=-1'], 'z_loss = -1.0: must be 0 or more'),
     (['--H=0', '--delta_blocks=2'], 'delta_blocks = 2: must be 0 where H = 0'),
     (['--H=0', '--query_init_std=0.02'], '--query_init_std cannot apply'),
+    (['--router=junk'], "router = 'junk': must be one of auto, eager"),
+    (['--router=fused_simple', '--delta_blocks=2'], "router = 'fused_simple': must be"),
     (['--steps=10', '--tokens=10'], 'give one'),
     (['--device=gpu'], "device = 'gpu': must be auto, cpu or cuda"),
     (['--batch=8', '--micro_batch=3'], 'micro_batch = 3'),

@@ -8,7 +8,7 @@ Train a plain (H=0), AttnRes (H=1) or MHAR (H=k) Transformer.
     torchrun --nproc_per_node=8 train.py --fsdp ...         and the weights and AdamW's state as well: for what one GPU
                                                             cannot hold
     python train.py --init_from DIR --graft ...             put MHAR onto a trained model, and train on
-    python train.py ... --resume                            go on from OUT/ckpt.pt, bit for bit
+    python train.py ... --resume                            go on from OUT/ckpt.pt (on a CPU bit for bit)
 
 Writes OUT/ckpt.pt (torch.load(weights_only=True) reads it) and OUT/log.jsonl, one record a line. Ctrl-C saves and
 exits.
@@ -203,7 +203,7 @@ def complete(flags, base, given, world):
     """Fills in what follows from the recipe and from `base`, the Config to change, and refuses what cannot apply."""
     recipe = MIDTRAIN if flags.init_from else RECIPES[flags.preset]
     changed = {name: getattr(flags, name) for name in SHAPE if getattr(flags, name) is not None}
-    shape = replace(base, H=flags.H, delta_blocks=flags.delta_blocks or 0, **changed)   # a Config, which checks itself
+    shape = replace(base, H=flags.H, delta_blocks=flags.delta_blocks or 0, router=flags.router, **changed)  # it checks
     flags = replace(flags, H=shape.H, delta_blocks=shape.delta_blocks, **{name: getattr(shape, name) for name in SHAPE},
                     **{name: value for name, value in recipe.items() if getattr(flags, name) is None})
     least = dict(tokens=1, steps=1, batch=1, micro_batch=1, log_interval=1, save_interval=1, stop_at=1, seed=0,
@@ -406,7 +406,7 @@ class Run:
     loader: data.Loader
     val: data.Windows
     val_indices: list           # the validation windows that are read, always the same
-    fingerprint: int = 0        # of the training data
+    fingerprint: int            # of the training data
     tokenizer: object = None    # None: it could not be loaded
     bytes_per_token: Optional[float] = None     # of those windows; None without tokenizer
     step: int = 0
@@ -498,11 +498,9 @@ def start(flags, saved, rank, world, device):
             shard(part)
     optimizer = torch.optim.AdamW(model.parameter_groups(flags.weight_decay, flags.decay_embedding), lr=flags.lr,
                                   betas=(flags.beta1, flags.beta2), eps=1e-8, fused=True)
-    run = Run(flags, rank, world, device, meta, model, ema, optimizer,
-              loader=data.Loader(data.Windows(flags.data, 'train', config.block_size), flags.seed, rank, world),
-              val=data.Windows(flags.data, 'val', config.block_size), val_indices=[])
-    run.val_indices = data.fixed_windows(run.val, flags.eval_windows)
-    run.fingerprint = fingerprint(run.loader.windows)
+    windows, val = (data.Windows(flags.data, split, config.block_size) for split in ('train', 'val'))
+    run = Run(flags, rank, world, device, meta, model, ema, optimizer, data.Loader(windows, flags.seed, rank, world),
+              val, data.fixed_windows(val, flags.eval_windows), fingerprint(windows))
     if saved and saved['fingerprint'] != run.fingerprint:
         raise data.DataError(f"{flags.data} is not what the run was trained on: its batches would not go on where they "
                              f"stopped")
@@ -716,7 +714,7 @@ def main(argv=None):
         sys.exit(130)
     except RuntimeError as error:
         # gloo tells of a lost process in words only. (Under NCCL torchrun ends a process that waits for a lost one.)
-        if world == 1 or not (isinstance(error, dist.DistError) or 'onnection' in str(error)):
+        if world == 1 or not (isinstance(error, dist.DistError) or 'connection' in str(error).lower()):
             raise
         print(f"train.py: rank {rank}: another process was lost ({str(error).split('. ')[0]}). --resume goes on from "
               f"what was saved last in {flags.out}, with any number of processes", file=sys.stderr, flush=True)
