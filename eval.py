@@ -22,6 +22,7 @@ import os
 import re
 import statistics
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -45,7 +46,8 @@ def read_checkpoint(run):
         # Mapped, not read: all processes of a machine share it, and what nobody looks at never leaves the disk.
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
     except Exception as error:      # torch's own are of many types
-        raise EvalError(f"{path} cannot be read: {error}") from error
+        what = str(error) if zipfile.is_zipfile(path) else "torch.save wrote no such file"
+        raise EvalError(f"{path} cannot be read: {what}") from error
     needed = {'step', 'tokens', 'model', 'model_config', 'flags', 'tokenizer', 'batch_hash'}
     if not isinstance(checkpoint, dict) or not needed <= checkpoint.keys():
         raise EvalError(f"{path} is no checkpoint of train.py, which holds {', '.join(sorted(needed))}")
@@ -214,13 +216,16 @@ def sample(args, device):
 
 def compare(args, device):
     rows, steps, first = [], [], None
+    if not args.png.lower().endswith('.png') or not Path(args.png).parent.is_dir():
+        raise EvalError(f"--png={args.png}: must be a name that ends in .png, in a folder that exists")
     for run in args.runs:
         model, checkpoint, windows, indices, losses = run_losses(run, args, device)
         setting = (checkpoint['tokenizer'], windows.block_size, folder_of(checkpoint, args))
         first = first or (setting, losses)
         if setting != first[0]:
             raise EvalError(f"{run} and {args.runs[0]} cannot be paired: they have (tokenizer, block_size, data) = "
-                            f"{setting} and {first[0]}; --data can name one dataset for all")
+                            f"{setting} and {first[0]}" + ("; --data can name one dataset for all"
+                                                           if setting[:2] == first[0][:2] else ''))
         train = [r for r in read_log(run) if r['kind'] == 'train' and r['step'] <= checkpoint['step']]
         if not train:
             raise EvalError(f"{run}/log.jsonl has no record of the training up to the checkpoint")
@@ -390,7 +395,7 @@ def draw_weights(weights, entropy, png):
         figure.colorbar(change, ax=grid[1][:H].tolist(), label='weight - mean of heads')
         grid[1][H].axis('off')
     for h in range(H):
-        grid[0][H].plot([site[h] for site in entropy], label=f'head {h}')
+        grid[0][H].plot([site[h] for site in entropy], label=f'head {h}' if H > 1 else 'AttnRes')
     grid[0][H].plot([math.log(n + 1) for n in range(N)], 'k--', linewidth=1, label='uniform')
     grid[0][H].set(title='entropy of the reads', xlabel='site', ylabel='nats')
     grid[0][H].legend(fontsize=7)
@@ -591,16 +596,24 @@ def parse_row(row):
 
     'page': page, or text as WikiText has it.   'last word': text, as LAMBADA has it.   'number': question or context,
     and answer, as GSM8K has them.   'choice': context, choices and gold; query, choices and gold (PIQA, ARC); or ctx,
-    activity_label, endings and label (HellaSwag). A `context` is asked as it is, so it may hold few-shot examples.
+    activity_label, endings and label (HellaSwag; with ctx_a and ctx_b, from which lm-eval makes another ctx, that one).
+    A `context` is asked as it is, so it may hold few-shot examples. ValueError, KeyError for a row that is none of it.
     """
+    for key in ('page', 'text', 'context', 'question', 'query', 'ctx', 'ctx_a', 'ctx_b', 'activity_label'):
+        if not isinstance(row.get(key, ''), str):
+            raise ValueError(f"{key} = {row[key]!r} must be text")
     if 'page' in row:
         return 'page', [(detokenize(row['page']),)], len(re.split(r'\s+', row['page']))
     if 'text' in row:
         context, _, word = row['text'].rpartition(' ')
+        if not word:
+            raise ValueError(f"text = {row['text']!r} must end in a word")
         return 'last word', [(context, ' ' + word)], None
     if 'answer' in row:
+        if not isinstance(row['answer'], (str, int, float)):
+            raise ValueError(f"answer = {row['answer']!r} must be text or a number")
         prompt = row['context'] if 'context' in row else f"Question: {row['question']}\nAnswer:"
-        return 'number', [(prompt,)], row['answer']
+        return 'number', [(prompt,)], str(row['answer'])
     if 'endings' in row:
         ctx = f"{row['ctx_a']} {row['ctx_b'].capitalize()}" if 'ctx_a' in row else row['ctx']
         context = clean_hellaswag(f"{row['activity_label']}: {ctx}")
@@ -608,24 +621,31 @@ def parse_row(row):
     else:
         context = row['context'] if 'context' in row else row['query'].removesuffix('\n') + '\nAnswer:'
         choices, gold = row['choices'], int(row['gold'])
-    if not 0 <= gold < len(choices) or not all(choices):
-        raise ValueError(f"gold = {gold} must be one of {len(choices)} choices, none of them empty")
+    if not isinstance(choices, list) or not all(isinstance(choice, str) and choice for choice in choices):
+        raise ValueError(f"choices = {choices!r} must be a list of texts, none of them empty")
+    if not 0 <= gold < len(choices):
+        raise ValueError(f"gold = {gold} must be the number of one of {len(choices)} choices, from 0 on")
     return 'choice', [(context, ' ' + choice) for choice in choices], gold
 
 
 def read_task(path, limit=None):
-    """A task file, .jsonl or WikiText's raw text, maybe with .xz or .gz after it -> (kind, [(arguments, answer)])."""
+    """A task file, .jsonl or WikiText's .raw or .txt, maybe with .gz or .xz on top -> (kind, [(arguments, answer)])."""
     path, items = Path(path), []
+    form = re.search(r'(\.jsonl|\.raw|\.txt)(\.gz|\.xz)?$', path.name.lower())
+    if not form:
+        raise EvalError(f"{path} must be a .jsonl, .raw or .txt file, maybe with .gz or .xz after it")
     try:
-        with {'.gz': gzip.open, '.xz': lzma.open}.get(path.suffix, open)(path, 'rt', encoding='utf-8') as file:
-            if '.jsonl' in path.suffixes:
-                rows = map(json.loads, file)
+        with {'.gz': gzip.open, '.xz': lzma.open}.get(form[2], open)(path, 'rt', encoding='utf-8') as file:
+            if form[1] == '.jsonl':
+                rows = (json.loads(line) for line in file if line.strip())
             else:       # a page begins at a heading of the first level
                 pages = re.split(r'^(?= = [^=].* = $)', file.read(), flags=re.MULTILINE)
                 rows = ({'page': page} for page in pages if page.strip())
-            items = [parse_row(row) for row in itertools.islice(rows, limit)]
-    except (ValueError, LookupError, TypeError, AttributeError, EOFError, lzma.LZMAError) as error:
-        raise EvalError(f"{path} cannot be read as a task ({error!r}); see parse_row in eval.py") from error
+            for row in itertools.islice(rows, limit):
+                items.append(parse_row(row))
+    except (ValueError, LookupError, TypeError, AttributeError, EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise EvalError(f"{path} cannot be read as a task (row {len(items) + 1}: {error!r}); see parse_row in "
+                        f"eval.py") from error
     if len({kind for kind, _, _ in items}) != 1:
         raise EvalError(f"{path} must hold items, and of one kind, but has {sorted({kind for kind, _, _ in items})}")
     return items[0][0], [item[1:] for item in items]
@@ -678,9 +698,9 @@ def estimate(values, words):
 
 def describe(metric, values, words):
     mean, error = estimate(values, words)
-    if metric == 'nats':
-        return f"{mean:.4f} +- {error:.4f} nats a word (perplexity {np.exp(mean):,.2f})"
-    return f"{metric} {mean:.2%} +- {error:.2%}" if set(values) <= {0, 1} else f"{metric} {mean:.4f} +- {error:.4f}"
+    form = '.2%' if metric != 'nats' and set(values) <= {0, 1} else '.4f'
+    figure = f'{mean:{form}}' + (f' +- {error:{form}}' if len(values) > 1 else '')
+    return f"{figure} nats a word (perplexity {np.exp(mean):,.2f})" if metric == 'nats' else f'{metric} {figure}'
 
 
 def columns(rows, metric):
@@ -696,6 +716,10 @@ def results_folder(run, ema):
 def tasks(args, device):
     if not args.tasks and not args.task_file:
         raise EvalError("which tasks? --tasks=hellaswag,... or --task-file hellaswag=PATH")
+    if len(dict(args.task_file)) < len(args.task_file):
+        raise EvalError("each --task-file needs a name of its own, under which its results are kept")
+    for _, path in args.task_file:      # nothing is asked before all can be read
+        read_task(path, args.limit)
     model, checkpoint = load_run(args.run, device, args.ema)
     tokenizer = data.get_tokenizer(checkpoint['tokenizer'], folder_of(checkpoint, args))
     scorer = Scorer(model, tokenizer, checkpoint['flags']['dtype'], args.batch_tokens)
@@ -708,11 +732,11 @@ def tasks(args, device):
         os.replace(whole, whole.with_suffix('.jsonl'))
         print(f"{name}, {len(rows):,} items: " + ', '.join(describe(metric, *columns(rows, metric))
                                                            for metric in rows[0]['scores']), flush=True)
-    for name, path in args.task_file:
-        save(name, run_file(scorer, path, args.limit, args.max_new_tokens))
     if args.tasks:
         for name, rows in run_harness(scorer, args.tasks, args.fewshot, args.limit, args.max_new_tokens).items():
             save(name, rows)
+    for name, path in args.task_file:
+        save(name, run_file(scorer, path, args.limit, args.max_new_tokens))
 
 
 def mcnemar(gained, lost):
@@ -848,8 +872,8 @@ def number(kind, least):
 
 def task_file(text):
     name, _, path = text.partition('=')
-    if not re.fullmatch(r'[\w.-]+', name) or not path:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be NAME=PATH, with a name of letters, digits, and . _ -")
+    if not re.fullmatch(r'\w[\w.-]*', name) or not path:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be NAME=PATH, with a name of letters, digits, _ . -")
     return name, path
 
 
@@ -876,7 +900,8 @@ def main(argv=None):
     sub = add(probe, "what the routing reads", windows=32)
     sub.add_argument('--slices', type=number(int, 1), default=4, help="parts of the width, for H = 1 (default 4)")
     sub = add(tasks, "downstream tasks")
-    sub.add_argument('--tasks', type=lambda names: names.split(','), help="of the LM Evaluation Harness: hellaswag,...")
+    sub.add_argument('--tasks', type=lambda names: names.split(',') if names else [],
+                     help="of the LM Evaluation Harness: hellaswag,...")
     sub.add_argument('--task-file', type=task_file, action='append', default=[], metavar='NAME=PATH',
                      help="a task in a local file, .jsonl or text, also .xz or .gz (see parse_row); may be repeated")
     sub.add_argument('--limit', type=number(int, 1), help="only the first so many items of each task")

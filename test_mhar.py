@@ -1532,6 +1532,14 @@ def test_width_disagreement_by_hand():
     assert evaluation.disagreement(sources, 0 * query, one, slices=2, eps=0.0) == 0
 
 
+@pytest.mark.parametrize('png', ['curves.xyz', 'nowhere/curves.png'])
+def test_a_picture_that_cannot_be_written_is_told_first(runs, capsys, png):
+    with pytest.raises(SystemExit) as end:
+        run_eval('compare', *runs, '--png', png)
+    out, err = capsys.readouterr()
+    assert end.value.code == 2 and out == '' and f'--png={png}: must be' in err
+
+
 def test_the_probe_finds_planted_preferences(text_data):
     # Every token's embedding lives in the first half of the width, the attention's output in the second, and the MLP
     # says nothing. Each half of the query likes the source in its half: by e = exp(2a) over any other.
@@ -1778,11 +1786,19 @@ def test_task_files_pack_split_and_limit(tmp_path):
     for rows in ([], [{'a': 1}], [[1]], ROWS['choice'] + ROWS['page'], [ROWS['choice'][0] | {'gold': 3}]):
         with pytest.raises(evaluation.EvalError, match='bad.jsonl'):
             evaluation.read_task(write_rows(tmp_path / 'bad.jsonl', rows))
+    for change in (dict(context=5), dict(context=None), dict(choices='ab'), dict(choices=['a', '']), dict(choices=[1])):
+        with pytest.raises(evaluation.EvalError, match='row 2: .*must be'):
+            evaluation.read_task(write_rows(tmp_path / 'bad.jsonl', [ROWS['choice'][0], ROWS['choice'][0] | change]))
+    for row in ({'text': 'hello '}, {'text': 3}, {'question': 'q', 'answer': None}, {'page': []}):
+        with pytest.raises(evaluation.EvalError, match='row 1: .*must'):
+            evaluation.read_task(write_rows(tmp_path / 'bad.jsonl', [row]))
+    assert evaluation.parse_row({'question': 'q?', 'answer': 18})[2] == '18'
     for name in ('cut.jsonl.xz', 'cut.jsonl.gz'):
         packed = (lzma if name.endswith('xz') else gzip).compress(json.dumps(ROWS['choice'][0]).encode())
-        (tmp_path / name).write_bytes(packed[:-9])
-        with pytest.raises(evaluation.EvalError, match='cut.jsonl'):
-            evaluation.read_task(tmp_path / name)
+        for damaged in (packed[:-9], b'not packed'):
+            (tmp_path / name).write_bytes(damaged)
+            with pytest.raises(evaluation.EvalError, match='cut.jsonl'):
+                evaluation.read_task(tmp_path / name)
 
 
 def test_mcnemar_is_the_binomial_and_gives_the_published_values():
@@ -1831,6 +1847,9 @@ def test_paired_errors_are_the_usual_ones_and_weigh_by_words():
 
 @pytest.mark.parametrize('argv, words', [
     (['--task-file', 'quiz'], 'NAME=PATH'), (['--task-file', '../x=y'], 'NAME=PATH'), ([], 'which tasks'),
+    (['--task-file', '..=x'], 'NAME=PATH'), (['--tasks', ''], 'which tasks'),
+    (['--task-file', 'a=b.jsonl', '--task-file', 'a=c.jsonl'], 'a name of its own'),
+    (['--task-file', 'quiz=b.json'], 'b.json must be a .jsonl, .raw or .txt file'),
     (['--task-file', 'quiz=nowhere.jsonl'], 'nowhere.jsonl'), (['--tasks', 'no_such_task'], 'lm-eval')])
 def test_bad_tasks_get_one_clear_line(runs, capsys, argv, words):
     with pytest.raises(SystemExit) as end:
