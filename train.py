@@ -203,7 +203,8 @@ def complete(flags, base, given, world):
     """Fills in what follows from the recipe and from `base`, the Config to change, and refuses what cannot apply."""
     recipe = MIDTRAIN if flags.init_from else RECIPES[flags.preset]
     changed = {name: getattr(flags, name) for name in SHAPE if getattr(flags, name) is not None}
-    shape = replace(base, H=flags.H, delta_blocks=flags.delta_blocks or 0, router=flags.router, **changed)  # it checks
+    # a Config, which checks itself
+    shape = replace(base, H=flags.H, delta_blocks=flags.delta_blocks or 0, router=flags.router, **changed)
     flags = replace(flags, H=shape.H, delta_blocks=shape.delta_blocks, **{name: getattr(shape, name) for name in SHAPE},
                     **{name: value for name, value in recipe.items() if getattr(flags, name) is None})
     least = dict(tokens=1, steps=1, batch=1, micro_batch=1, log_interval=1, save_interval=1, stop_at=1, seed=0,
