@@ -328,18 +328,27 @@ def find_files(patterns):
     return list(dict.fromkeys(found))
 
 
+DAMAGED = UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError  # what reading it may raise
+
+
+def unpacked(raw, path):
+    """The text of a file that is open as bytes: of .gz and .xz what is in it, without a byte order mark."""
+    name = str(path).lower()
+    inside = gzip.open(raw) if name.endswith(".gz") else lzma.open(raw) if name.endswith(".xz") else raw
+    return io.TextIOWrapper(inside, "utf-8-sig")
+
+
 def read_pieces(paths):
     """The pieces of every file, (first, text) as in cut(). DataError names a file that is damaged."""
     before, bar = 0, progress_bar("tokenizing", sum(os.path.getsize(path) for path in paths))
     for path in paths:
         with open(path, "rb") as raw:
-            unpacked = gzip.open(raw) if path.endswith(".gz") else lzma.open(raw) if path.endswith(".xz") else raw
-            f = io.TextIOWrapper(unpacked, "utf-8-sig")  # -sig: without a byte order mark
+            f = unpacked(raw, path)
             try:
                 for piece in cut(jsonl_chunks(f) if ".jsonl" in path[-9:] else txt_chunks(f)):
                     yield piece
                     bar(before + raw.tell())  # of the compressed file: the only size known ahead
-            except (UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as e:
+            except DAMAGED as e:
                 raise DataError(f"{path} is damaged or not UTF-8: {e}") from e
         before += os.path.getsize(path)
     bar(before, final=True)

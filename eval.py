@@ -12,11 +12,9 @@ Every evaluation reads the same validation windows, so that two models of one bl
 window: most of what makes a window hard is common to both and cancels in the difference.
 """
 import argparse
-import gzip
 import hashlib
 import itertools
 import json
-import lzma
 import math
 import os
 import re
@@ -635,7 +633,8 @@ def read_task(path, limit=None):
     if not form:
         raise EvalError(f"{path} must be a .jsonl, .raw or .txt file, maybe with .gz or .xz after it")
     try:
-        with {'.gz': gzip.open, '.xz': lzma.open}.get(form[2], open)(path, 'rt', encoding='utf-8') as file:
+        with open(path, 'rb') as raw:
+            file = data.unpacked(raw, path)
             if form[1] == '.jsonl':
                 rows = (json.loads(line) for line in file if line.strip())
             else:       # a page begins at a heading of the first level
@@ -643,7 +642,7 @@ def read_task(path, limit=None):
                 rows = ({'page': page} for page in pages if page.strip())
             for row in itertools.islice(rows, limit):
                 items.append(parse_row(row))
-    except (ValueError, LookupError, TypeError, AttributeError, EOFError, lzma.LZMAError, gzip.BadGzipFile) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, *data.DAMAGED) as error:
         raise EvalError(f"{path} cannot be read as a task (row {len(items) + 1}: {error!r}); see parse_row in "
                         f"eval.py") from error
     if len({kind for kind, _, _ in items}) != 1:
@@ -675,9 +674,8 @@ def grade(kind, arguments, found, answer):
             'loglikelihoods': nats.tolist()}
 
 
-def run_file(scorer, path, limit=None, max_new_tokens=256):
-    """A task file -> rows of results, as of lm-eval's task of the same kind without examples before it."""
-    kind, items = read_task(path, limit)
+def run_items(scorer, kind, items, max_new_tokens=256):
+    """What read_task found -> rows of results, as of lm-eval's task of the same kind without examples before it."""
     asked = [argument for arguments, _ in items for argument in arguments]
     if kind == 'number':
         found = scorer.generate([(prompt, ('Question:', '</s>', '<|im_end|>'), max_new_tokens) for prompt, in asked])
@@ -718,8 +716,7 @@ def tasks(args, device):
         raise EvalError("which tasks? --tasks=hellaswag,... or --task-file hellaswag=PATH")
     if len(dict(args.task_file)) < len(args.task_file):
         raise EvalError("each --task-file needs a name of its own, under which its results are kept")
-    for _, path in args.task_file:      # nothing is asked before all can be read
-        read_task(path, args.limit)
+    files = {name: read_task(path, args.limit) for name, path in args.task_file}    # all, before anything is asked
     model, checkpoint = load_run(args.run, device, args.ema)
     tokenizer = data.get_tokenizer(checkpoint['tokenizer'], folder_of(checkpoint, args))
     scorer = Scorer(model, tokenizer, checkpoint['flags']['dtype'], args.batch_tokens)
@@ -735,8 +732,8 @@ def tasks(args, device):
     if args.tasks:
         for name, rows in run_harness(scorer, args.tasks, args.fewshot, args.limit, args.max_new_tokens).items():
             save(name, rows)
-    for name, path in args.task_file:
-        save(name, run_file(scorer, path, args.limit, args.max_new_tokens))
+    for name, (kind, items) in files.items():
+        save(name, run_items(scorer, kind, items, args.max_new_tokens))
 
 
 def mcnemar(gained, lost):
@@ -900,7 +897,7 @@ def main(argv=None):
     sub = add(probe, "what the routing reads", windows=32)
     sub.add_argument('--slices', type=number(int, 1), default=4, help="parts of the width, for H = 1 (default 4)")
     sub = add(tasks, "downstream tasks")
-    sub.add_argument('--tasks', type=lambda names: names.split(',') if names else [],
+    sub.add_argument('--tasks', type=lambda names: list(filter(None, names.split(','))),
                      help="of the LM Evaluation Harness: hellaswag,...")
     sub.add_argument('--task-file', type=task_file, action='append', default=[], metavar='NAME=PATH',
                      help="a task in a local file, .jsonl or text, also .xz or .gz (see parse_row); may be repeated")

@@ -520,8 +520,7 @@ def query_grad(SRC, DL, DU, first, count, start, stop, N, BT, D: tl.constexpr, H
 
 # Autograd.
 
-def pow2(x):
-    return 1 << (x - 1).bit_length()
+pow2 = triton.next_power_of_2
 
 
 def blocks(width):
@@ -562,9 +561,10 @@ class Tape:
         padded = torch.nn.functional.pad(self.U, (0, 0, 0, TILE))  # the last tile may look beyond the end
         self.UH = padded.to(source.dtype)
         self.UL = (padded - self.UH.float()).to(source.dtype)
-        self.SRC = self.new((n_source or self.N) + TILE, dtype=torch.int64)     # addresses
+        n_source = n_source or self.N
+        self.SRC = self.new(n_source + TILE, dtype=torch.int64)    # addresses
         self.sources = []                                          # what keeps them valid
-        self.R, self.LSE = self.new(n_source or self.N, self.BT), self.new(self.N, self.BT, H)
+        self.R, self.LSE = self.new(n_source, self.BT), self.new(self.N, self.BT, H)
         self.O = {}                                                # reads, a tensor a group, by its first site
         self.versions = []                                         # of the sources, to notice a change in place
         self.last = None                                           # the site whose gradient came last

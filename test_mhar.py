@@ -1728,7 +1728,7 @@ def test_lm_eval_and_files_of_the_same_rows_agree_item_for_item(tmp_path, monkey
     paths = {kind: write_rows(tmp_path / f'{kind}.jsonl', rows) for kind, rows in ROWS.items()}
     theirs = evaluation.run_harness(scorer, [harness_task(*task) for task in paths.items()], max_new_tokens=16)
     for kind, path in paths.items():
-        ours = evaluation.run_file(scorer, path, max_new_tokens=16)
+        ours = evaluation.run_items(scorer, *evaluation.read_task(path), max_new_tokens=16)
         assert len(theirs[f'local_{kind}']) == len(ours) == len(ROWS[kind])
         for a, b in zip(theirs[f'local_{kind}'], ours):
             assert (a['hash'], a.get('words')) == (b['hash'], b.get('words'))
@@ -1767,7 +1767,7 @@ def test_grading_by_hand():
 def test_numbers_are_asked_with_gsm8ks_stops(tmp_path):
     asked = []
     scorer = SimpleNamespace(generate=lambda requests: asked.extend(requests) or ['#### 6'] * len(requests))
-    rows = evaluation.run_file(scorer, write_rows(tmp_path / 'a.jsonl', ROWS['number']))
+    rows = evaluation.run_items(scorer, *evaluation.read_task(write_rows(tmp_path / 'a.jsonl', ROWS['number'])))
     assert asked[0] == ('Question: How many?\nAnswer:', ('Question:', '</s>', '<|im_end|>'), 256)
     assert [row['scores']['exact_match,strict-match'] for row in rows] == [1, 0]
 
@@ -1795,7 +1795,7 @@ def test_task_files_pack_split_and_limit(tmp_path):
     assert evaluation.parse_row({'question': 'q?', 'answer': 18})[2] == '18'
     for name in ('cut.jsonl.xz', 'cut.jsonl.gz'):
         packed = (lzma if name.endswith('xz') else gzip).compress(json.dumps(ROWS['choice'][0]).encode())
-        for damaged in (packed[:-9], b'not packed'):
+        for damaged in (packed[:-9], b'not packed', packed[:12] + b'\xff\xff' + packed[14:]):
             (tmp_path / name).write_bytes(damaged)
             with pytest.raises(evaluation.EvalError, match='cut.jsonl'):
                 evaluation.read_task(tmp_path / name)
