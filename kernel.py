@@ -69,7 +69,79 @@ if INTERPRET.value:
     TOKENS = 4          # enough to test the loop, at the interpreter's speed
 
 
-# A row is a tuple of blocks, since Triton's are powers of two and 160 columns are not.
+# First the way everybody would write it: a site at a time.
+
+@triton.jit
+def address(table, i, like):
+    """Sources and read gradients stay where autograd made them; a table in device memory holds their addresses.
+    i: one number or a block of them. The pointer has the type of `like`; `aligned` sees to the 16 bytes."""
+    return tl.multiple_of(tl.load(table + i).to(like.dtype), 16)
+
+
+@triton.jit(do_not_specialize=["n", "BT"])
+def source_norm(X, SRC, R, n, BT, D: tl.constexpr, eps, WIDTH: tl.constexpr):
+    """A new source X (BT, D), one token: writes its address to SRC (N,) and 1 / RMS to row n of R (N, BT)."""
+    t, w = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
+    if t == 0:
+        tl.store(SRC + n, X.to(tl.int64))
+    x = tl.load(X + t * D + w, mask=w < D, other=0.).to(tl.float32)
+    tl.store(R + n * tl.cast(BT, tl.int64) + t, tl.rsqrt(tl.sum(x * x) / D + eps))
+
+
+@triton.jit(do_not_specialize=["n", "BT"])
+def simple_fwd(SRC, R, U, O, LSE, n, BT, D: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, KB: tl.constexpr):
+    """Read n for one token, all heads, over sources 0 .. n: reads them through SRC, their R (N, BT) and row n of
+    U (N, D); writes O (BT, D) and row n of LSE (N, BT, H), the log of the sum of exp(logit). A row of D numbers is a
+    block (HB, KB): the powers of two that hold H heads of D / H columns."""
+    BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)  # N * BT * D passes 2^31
+    h, k = tl.arange(0, HB), tl.arange(0, KB)[None, :]
+    at, real = h[:, None] * (D // H) + k, (h < H)[:, None] & (k < D // H)
+    u = tl.load(U + n * D + at, mask=real, other=0.)
+    m, l, acc = tl.full((HB,), -1e30, tl.float32), tl.zeros((HB,), tl.float32), tl.zeros((HB, KB), tl.float32)
+    for i in range(0, n + 1):           # online softmax: m is the largest logit so far, sums are of exp(logit - m)
+        v = tl.load(address(SRC, i, O) + t * D + at, mask=real, other=0.).to(tl.float32)
+        logit = tl.sum(u * v, 1) * tl.load(R + i * BT + t)
+        top = tl.maximum(m, logit)
+        old, new = tl.exp(m - top), tl.exp(logit - top)
+        m, l, acc = top, l * old + new, acc * old[:, None] + v * new[:, None]
+    tl.store(O + t * D + at, (acc / l[:, None]).to(O.dtype.element_ty), mask=real)
+    tl.store(LSE + (n * BT + t) * H + h, m + tl.log(l), mask=h < H)
+
+
+@triton.jit(do_not_specialize=["n", "BT"])
+def push_bwd(DO, O, SRC, R, U, LSE, DV, DQ, n, BT, D: tl.constexpr, H: tl.constexpr, FIRST: tl.constexpr,
+             HB: tl.constexpr, KB: tl.constexpr):
+    """Backward of site n for one token, all heads: add this site's part to the gradient of each of its sources,
+    DV (N, BT, D) fp32 (FIRST: the first site to do so overwrites), and write the token's part of the query gradient,
+    DQ (BT, D). Reads DO and read n, O (BT, D), the sources 0 .. n through SRC, R, row n of U and LSE."""
+    BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
+    h, k = tl.arange(0, HB), tl.arange(0, KB)[None, :]
+    at, real = h[:, None] * (D // H) + k, (h < H)[:, None] & (k < D // H)
+    dh = tl.load(DO + t * D + at, mask=real, other=0.).to(tl.float32)
+    u = tl.load(U + n * D + at, mask=real, other=0.)
+    lse = tl.load(LSE + (n * BT + t) * H + h, mask=h < H, other=0.)
+    dhr = tl.sum(dh * tl.load(O + t * D + at, mask=real, other=0.).to(tl.float32), 1)      # dh . read
+    dq = tl.zeros((HB, KB), tl.float32)
+    for i in range(0, n + 1):
+        v = tl.load(address(SRC, i, O) + t * D + at, mask=real, other=0.).to(tl.float32)
+        r = tl.load(R + i * BT + t)
+        logit = tl.sum(u * v, 1) * r
+        p = tl.exp(logit - lse)
+        dl = p * (tl.sum(dh * v, 1) - dhr)
+        dq += (dl * r)[:, None] * v
+        dv = p[:, None] * dh + (dl * r)[:, None] * u - (r * r / D * tl.sum(dl * logit)) * v
+        to = DV + (i * BT + t) * D + at
+        if not FIRST:
+            dv += tl.load(to, mask=real, other=0.)
+        tl.store(to, dv, mask=real)
+    tl.store(DQ + t * D + at, dq, mask=real)
+
+
+# Why that is slow: site n moves n + 1 rows forward, and 5 (n + 1) backward, since gradients are fp32 and read and
+# written. For the 49 sites of a 24-layer model that is 7,742 rows a token. Everything from here on is for the 1,120
+# rows of the grouped way, and for moving them at the speed of memory.
+#
+# A row is now a tuple of blocks, since Triton's are powers of two and 160 columns are not.
 
 @triton.jit
 def columns_of_heads(HB: tl.constexpr, H, K: tl.constexpr, W: tl.constexpr):
@@ -218,29 +290,12 @@ def zeros(C: tl.constexpr, S: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
 
 
 @triton.jit
-def address(table, i, like):
-    """Sources and read gradients stay where autograd made them; a table in device memory holds their addresses.
-    i: one number or a block of them. The pointer has the type of `like`; `aligned` sees to the 16 bytes."""
-    return tl.multiple_of(tl.load(table + i).to(like.dtype), 16)
-
-
-@triton.jit
 def token(t, BT):
     """Token numbers as 64-bit numbers, since N * BT * D passes 2^31. Those beyond the end do the last one again."""
     return tl.minimum(t, BT - 1).to(tl.int64)
 
 
 # Forward.
-
-@triton.jit(do_not_specialize=["n", "BT"])
-def source_norm(X, SRC, R, n, BT, D: tl.constexpr, eps, WIDTH: tl.constexpr):
-    """A new source X (BT, D), one token: writes its address to SRC (N,) and 1 / RMS to row n of R (N, BT)."""
-    t, w = tl.program_id(0).to(tl.int64), tl.arange(0, WIDTH)
-    if t == 0:
-        tl.store(SRC + n, X.to(tl.int64))
-    x = tl.load(X + t * D + w, mask=w < D, other=0.).to(tl.float32)
-    tl.store(R + n * tl.cast(BT, tl.int64) + t, tl.rsqrt(tl.sum(x * x) / D + eps))
-
 
 @triton.jit
 def fold(m, l, acc, logit, value):
@@ -249,23 +304,6 @@ def fold(m, l, acc, logit, value):
     top = tl.maximum(m, logit)
     old, new = tl.exp(m - top), tl.exp(logit - top)
     return top, l * old + new, combine(old, acc, new, value)
-
-
-@triton.jit(do_not_specialize=["n", "BT"])
-def simple_fwd(SRC, R, U, O, LSE, n, BT, D: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
-    """Read n for one token, all heads, over sources 0 .. n: reads them through SRC, their R (N, BT) and row n of
-    U (N, D); writes O (BT, D) and row n of LSE (N, BT, H)."""
-    BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)  # N * BT * D passes 2^31
-    h = tl.arange(0, HB)
-    at, real = columns_of_heads(HB, H, D // H, W)
-    u = load(U + n * D, at, real)
-    l = tl.zeros((HB,), tl.float32)
-    m, acc = l - 1e30, times(l, u)      # l = 0: zeros, a row of them
-    for i in range(0, n + 1):
-        v = load(address(SRC, i, O) + t * D, at, real)
-        m, l, acc = fold(m, l, acc, inner(u, v) * tl.load(R + i * BT + t), v)
-    store(O + t * D, at, real, times(1 / l, acc))
-    tl.store(LSE + (n * BT + t) * H + h, m + tl.log(l), mask=h < H)
 
 
 @triton.jit(do_not_specialize=["n", "first", "BT"])
@@ -306,7 +344,7 @@ def group_fwd(SRC, R, UH, UL, O, LSE, sources, first, sites, BT, D: tl.constexpr
     Works on P tokens at once: at P = 2 their P S sites are 16 rows, the least that a tensor core multiplies. A head is
     C chunks of the width, a warp each. One loop goes through (tokens, tile of sources), so that the next tile is on its
     way while this one is worked on, also from one token to the next."""
-    h, BT64 = tl.program_id(1), tl.cast(BT, tl.int64)
+    h, BT64 = tl.program_id(0) % H, tl.cast(BT, tl.int64)
     # j: a site; js: (token, site); e: (token, source of the tile)
     j, e, js = tl.arange(0, S), tl.arange(0, P * TILE), tl.arange(0, P * S)
     at, real = columns_of_head(h, D // H, C, W, W2)
@@ -317,7 +355,7 @@ def group_fwd(SRC, R, UH, UL, O, LSE, sources, first, sites, BT, D: tl.constexpr
     m, acc = l - 1e30, zeros(C, P * S, W, W2)
     tiles = tl.cdiv(sources, TILE)
     for it in range(0, TOKENS // P * tiles):
-        t = tl.program_id(0) * TOKENS + it // tiles * P
+        t = tl.program_id(0) // H * TOKENS + it // tiles * P
         te, i = token(t + e // TILE, BT), it % tiles * TILE + e % TILE
         alive = i < sources
         r = tl.load(R + i * BT64 + te, mask=alive, other=0.)
@@ -349,35 +387,6 @@ def softmax_grad(v, r, u, dh, lse, dhr):
     return p, p * (inner(dh, v) - dhr), logit
 
 
-@triton.jit(do_not_specialize=["n", "BT"])
-def push_bwd(DO, O, SRC, R, U, LSE, DV, DQ, n, BT, D: tl.constexpr, H: tl.constexpr, FIRST: tl.constexpr,
-             HB: tl.constexpr, W: tl.constexpr):
-    """Backward of site n for one token, all heads, the simple way: add this site's part to the gradient of each of
-    its sources, DV (N, BT, D) fp32 (FIRST: the first site to do so overwrites), and write the token's part of the query
-    gradient, DQ (BT, D). Reads DO and read n, O (BT, D), the sources 0 .. n through SRC, R, row n of U and LSE."""
-    BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
-    h = tl.arange(0, HB)
-    at, real = columns_of_heads(HB, H, D // H, W)
-    dh = load(DO + t * D, at, real)
-    u = load(U + n * D, at, real)
-    lse = tl.load(LSE + (n * BT + t) * H + h, mask=h < H, other=0.)
-    dhr = inner(dh, load(O + t * D, at, real))
-    one = tl.full((HB,), 1., tl.float32)
-    dq = times(one * 0, u)              # zeros, a row of them
-    for i in range(0, n + 1):
-        v = load(address(SRC, i, O) + t * D, at, real)
-        r = tl.load(R + i * BT + t)
-        p, dl, logit = softmax_grad(v, r, u, dh, lse, dhr)
-        dq = combine(one, dq, dl * r, v)
-        through_rms = r * r / D * tl.sum(tl.where(h < H, dl * logit, 0.), 0)
-        dv = combine(one, combine(p, dh, dl * r, u), -through_rms * one, v)
-        to = DV + (i * BT + t) * D
-        if not FIRST:
-            dv = combine(one, dv, one, load(to, at, real))
-        store(to, at, real, dv)
-    store(DQ + t * D, at, real, dq)
-
-
 @triton.jit(do_not_specialize=["n", "row", "BT"])
 def site_dot(DO, O, GRAD, DHR, n, row, BT, D: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
     """A new read gradient DO (BT, D), one token: writes its address to GRAD (N,) and dh . read, a number a head, to
@@ -399,7 +408,7 @@ def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, count, start, s
     Reads the sources through SRC and R, UH, UL as group_fwd does, the read gradients dh (BT, D) through GRAD (N,), LSE
     and DHR = dh . read (N, BT, H). Writes p @ dh + r dl @ u to DX (S, BT, D), the norm's sum of dl * logit to
     DC (S, BT, H), r dl to DL (S, BT, H, NP). P tokens at once share the queries of a tile. Otherwise like group_fwd."""
-    h, BT64 = tl.program_id(1), tl.cast(BT, tl.int64)
+    h, BT64 = tl.program_id(0) % H, tl.cast(BT, tl.int64)
     # as_: (token, source); e: (token, site of the tile); p3, e3, a3: token, site and source, (P, TILE, S)
     e, as_ = tl.arange(0, P * TILE), tl.arange(0, P * S)
     p3, e3, a3 = tl.arange(0, P)[:, None, None], tl.arange(0, TILE)[None, :, None], tl.arange(0, S)[None, None, :]
@@ -409,7 +418,7 @@ def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, count, start, s
     dv, dc = zeros(C, P * S, W, W2), tl.zeros((P, S), tl.float32)
     tiles = tl.cdiv(stop - start, TILE)
     for it in range(0, TOKENS // P * tiles):
-        t, site = tl.program_id(0) * TOKENS + it // tiles * P, start + it % tiles * TILE + e % TILE
+        t, site = tl.program_id(0) // H * TOKENS + it // tiles * P, start + it % tiles * TILE + e % TILE
         ta, te, t3 = token(t + as_ // S, BT), token(t + e // TILE, BT), token(t + p3, BT)
         alive = site < stop
         site3 = start + it % tiles * TILE + e3
@@ -630,7 +639,7 @@ def launch_source_norm(s, x, i):
 def launch_of_a_head(kernel, s, forward, *args):
     for config in s.group_configs(forward):
         try:
-            return kernel[(triton.cdiv(s.BT, TOKENS), s.H)](*args, **config)
+            return kernel[(triton.cdiv(s.BT, TOKENS) * s.H,)](*args, **config)
         except OutOfResources as error:
             refused = error
     raise RuntimeError(f"depth routing: H = {s.H} at width {s.D} does not fit this GPU ({refused}); the routers "
@@ -668,17 +677,24 @@ def launch_route_bwd(s, do, O, n, first, end):
 def launch_query_grad(s, first, start):
     """Of the sources first .. of as many as DX has rows; source first + a is read by the sites from start + a on."""
     C = triton.cdiv(s.K, 128)               # chunks a head
-    query_grad[(PARTS, s.H * C, triton.cdiv(s.stop - max(start, 0) // 16 * 16, 64))](
-        s.SRC, s.DL, s.DU, first, s.DX.size(0), start, s.stop, s.N, s.BT, s.D, s.H, s.NP, SITES=64, TB=64,
+    sites = s.stop - max(start, 0) // 16 * 16
+    block = 64 if sites <= 64 else 128      # twice 64 would read the sources twice
+    query_grad[(PARTS, s.H * C, triton.cdiv(sites, block))](
+        s.SRC, s.DL, s.DU, first, s.DX.size(0), start, s.stop, s.N, s.BT, s.D, s.H, s.NP, SITES=block, TB=64,
         W=max(16, pow2(triton.cdiv(s.K, C))), C=C, num_warps=4)
 
 
 # SimpleRouter and DepthRouter.
 
+def simple_config(s):
+    HB, KB = pow2(s.H), pow2(s.K)
+    return dict(HB=HB, KB=KB, num_warps=min(8, max(1, HB * KB // 256)))     # a thread loads 8 numbers at once
+
+
 def simple_forward(s, x, n):
     O, _ = s.begin_site(n, x)
     launch_source_norm(s, x, n)
-    simple_fwd[(s.BT,)](s.SRC, s.R, s.U, O, s.LSE, n, s.BT, s.D, s.H, **s.row_config())
+    simple_fwd[(s.BT,)](s.SRC, s.R, s.U, O, s.LSE, n, s.BT, s.D, s.H, **simple_config(s))
     return O[0]
 
 
@@ -687,7 +703,7 @@ def simple_backward(s, do, n, newest):
         s.DV, s.DU = s.new(n + 1, s.BT, s.D), torch.zeros_like(s.U)[None]
     dq = s.new(s.BT, s.D)
     push_bwd[(s.BT,)](do, s.O.pop(n), s.SRC, s.R, s.U, s.LSE, s.DV, dq, n, s.BT, s.D, s.H, FIRST=newest,
-                      **s.row_config())
+                      **simple_config(s))
     s.DU[0, n] = dq.sum(0)
     return s.DV[n].to(s.dtype)
 
