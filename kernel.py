@@ -379,14 +379,6 @@ def group_fwd(SRC, R, UH, UL, O, LSE, sources, first, sites, BT, D: tl.constexpr
 
 # Backward.
 
-@triton.jit
-def softmax_grad(v, r, u, dh, lse, dhr):
-    """Weight p of source v at the site of query u, gradient dl of its logit, and the logit, a number a head each."""
-    logit = inner(u, v) * r
-    p = tl.exp(logit - lse)
-    return p, p * (inner(dh, v) - dhr), logit
-
-
 @triton.jit(do_not_specialize=["n", "row", "BT"])
 def site_dot(DO, O, GRAD, DHR, n, row, BT, D: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
     """A new read gradient DO (BT, D), one token: writes its address to GRAD (N,) and dh . read, a number a head, to
@@ -407,7 +399,8 @@ def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, count, start, s
     """Sources first .. first+count-1 under the sites start .. stop-1, which all read them; one head of TOKENS tokens.
     Reads the sources through SRC and R, UH, UL as group_fwd does, the read gradients dh (BT, D) through GRAD (N,), LSE
     and DHR = dh . read (N, BT, H). Writes p @ dh + r dl @ u to DX (S, BT, D), the norm's sum of dl * logit to
-    DC (S, BT, H), r dl to DL (S, BT, H, NP). P tokens at once share the queries of a tile. Otherwise like group_fwd."""
+    DC (S, BT, H), r dl to DL (S, BT, H, NP), where site start is column TILE. P tokens at once share the queries of a
+    tile. Otherwise like group_fwd."""
     h, BT64 = tl.program_id(0) % H, tl.cast(BT, tl.int64)
     # as_: (token, source); e: (token, site of the tile); p3, e3, a3: token, site and source, (P, TILE, S)
     e, as_ = tl.arange(0, P * TILE), tl.arange(0, P * S)
@@ -439,10 +432,11 @@ def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, count, start, s
         dl = p * (g - dhr)
         dc += tl.sum(dl * logit, 1)
         dl = (dl * r.reshape(P, 1, S)).to(DL.dtype.element_ty)
-        to_dl = ((a3 * BT64 + t3) * H + h) * NP + site3
-        tl.store(DL + to_dl, dl, mask=(site3 < stop) & (a3 < count))
-        dlt = tl.broadcast_to(dl.trans(0, 2, 1).reshape(P * S, TILE)[None], (C, P * S, TILE))
-        dv = mix(dlt, uh, mix(block_diagonal(p, dh), dh, dv))                      # here uh is enough
+        dl = dl.trans(0, 2, 1).reshape(P * S, TILE)
+        to_dl = ((as_ % S * BT64 + ta) * H + h)[:, None] * NP + (it % tiles + 1) * TILE + tl.arange(0, TILE)[None, :]
+        tl.store(DL + to_dl, dl, mask=(as_ % S < count)[:, None])
+        dl = tl.broadcast_to(dl[None], (C, P * S, TILE))
+        dv = mix(dl, uh, mix(block_diagonal(p, dh), dh, dv))                       # here uh is enough
         if it % tiles == tiles - 1:
             out = DX + (as_ % S * BT64 + ta)[None, :, None] * D
             store(out, at, only((as_ % S < count)[None, :, None], real), dv)
@@ -451,28 +445,29 @@ def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, DL, first, count, start, s
 
 
 @triton.jit
-def pull(dv, dc, v, r, u, dh, lse, dhr, to_dl, live):
-    """Add to the gradient dv of source v, and to the norm's sum dc, what one site that reads it says; store r dl."""
-    p, dl, logit = softmax_grad(v, r, u, dh, lse, dhr)
-    tl.store(to_dl, (dl * r).to(to_dl.dtype.element_ty), mask=live)
+def pull(dv, dc, v, r, u, dh, lse, dhr):
+    """Add to the gradient dv of source v, and to the norm's sum dc, what one site that reads it says; they and r dl."""
+    logit = inner(u, v) * r
+    p = tl.exp(logit - lse)
+    dl = p * (inner(dh, v) - dhr)
     one = tl.full(p.shape, 1., tl.float32)
-    return combine(one, combine(one, dv, p, dh), dl * r, u), dc + dl * logit
+    return combine(one, combine(one, dv, p, dh), dl * r, u), dc + dl * logit, dl * r
 
 
 @triton.jit(do_not_specialize=["n", "first", "end", "BT"])
 def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D: tl.constexpr, H: tl.constexpr, NP,
-              HB: tl.constexpr, W: tl.constexpr):
+              HB: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr):
     """Finish source n, of the group that begins with `first`, for one token, all heads. group_bwd has left its gradient
     under the sites from `end` on in row n - first of DX, DC; this adds those under sites n .. end-1. If there are any,
     DO (BT, D), the gradient of read n, has just arrived; the later ones come through GRAD. Reads read n from row
-    n - first of O, source n through SRC, and R, U, LSE, DHR. Writes DO's address to GRAD, row n of DHR, r dl to DL, and
-    the finished gradient of source n in its place in DX."""
+    n - first of O, source n through SRC, and R, U, LSE, DHR. Writes DO's address to GRAD, row n of DHR, r dl to the
+    columns 0 .. TILE-1 of DL, where site end would be column TILE, and the finished gradient of source n to DX."""
     BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HB)
     live = h < H
     at, real = columns_of_heads(HB, H, D // H, W)
     here, out = n * BT + t, (n - first) * BT + t
-    to_dl = DL + (out * H + h) * NP
+    c, rdl = tl.arange(0, TILE)[None, :], tl.zeros((HB, TILE), DL.dtype.element_ty)
     one = tl.full((HB,), 1., tl.float32)
     v = load(address(SRC, n, O) + t * D, at, real)
     r = tl.load(R + here)
@@ -485,45 +480,47 @@ def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D
         dhr = inner(dh, load(O + out * D, at, real))
         tl.store(DHR + here * H + h, dhr, mask=live)
         lse = tl.load(LSE + here * H + h, mask=live, other=0.)
-        dv, dc = pull(dv, dc, v, r, u, dh, lse, dhr, to_dl + n, live)
+        dv, dc, x = pull(dv, dc, v, r, u, dh, lse, dhr)
+        rdl = tl.where(c == n - end + TILE, x.to(rdl.dtype)[:, None], rdl)
     for q in range(n + 1, end):
         there = (q * BT + t) * H + h
         dh = load(address(GRAD, q, O) + t * D, at, real)
         u = load(U + q * D, at, real)
         lse, dhr = tl.load(LSE + there, mask=live, other=0.), tl.load(DHR + there, mask=live, other=0.)
-        dv, dc = pull(dv, dc, v, r, u, dh, lse, dhr, to_dl + q, live)
+        dv, dc, x = pull(dv, dc, v, r, u, dh, lse, dhr)
+        rdl = tl.where(c == q - end + TILE, x.to(rdl.dtype)[:, None], rdl)
+    tl.store(DL + (out * H + h)[:, None] * NP + c, rdl, mask=live[:, None])
     through_rms = r * r / D * tl.sum(tl.where(live, dc, 0.), 0)  # which all heads share
     store(DX + out * D, at, real, combine(one, dv, -through_rms * one, v))
 
 
-@triton.jit(do_not_specialize=["first", "count", "start", "stop", "BT"])
-def query_grad(SRC, DL, DU, first, count, start, stop, N, BT, D: tl.constexpr, H: tl.constexpr, NP,
-               SITES: tl.constexpr, TB: tl.constexpr, W: tl.constexpr, C: tl.constexpr):
-    """Add sum over tokens of (r dl)^T @ s_i, for the sources first .. first+count-1, to the query gradients. The sites
-    that read source first+a are start+a .. stop-1.
+@triton.jit(do_not_specialize=["first", "count", "end", "stop", "BT"])
+def query_grad(SRC, DL, DU, first, count, end, stop, N, BT, D: tl.constexpr, H: tl.constexpr, NP, SITES: tl.constexpr,
+               TB: tl.constexpr, W: tl.constexpr, C: tl.constexpr, TILE: tl.constexpr):
+    """Add sum over tokens of (r dl)^T @ s_i, for the sources first .. first+count-1, to the query gradients.
     Program (part, chunk of a head, block of sites) takes every PARTS-th block of TB tokens and owns its slice of
-    DU (PARTS, N, D), so that the sum has one order: no atomics. Reads the sources through SRC and DL (S, BT, H, NP)."""
+    DU (PARTS, N, D), so that the sum has one order: no atomics. Reads the sources through SRC and DL (S, BT, H, NP),
+    whose column TILE is site end."""
     K: tl.constexpr = D // H
     CW: tl.constexpr = (K + C - 1) // C
     part, parts, BT64 = tl.program_id(0), tl.num_programs(0), tl.cast(BT, tl.int64)
-    h, c = tl.program_id(1) // C, tl.program_id(1) % C * CW
+    h, k = tl.program_id(1) // C, tl.program_id(1) % C * CW
     w = tl.arange(0, W)
-    inside = ((w < CW) & (c + w < K))[None, :]
-    at = h * K + c + w
-    site = tl.maximum(start, 0) // 16 * 16 + tl.program_id(2) * SITES + tl.arange(0, SITES)     # aligned: wide loads
+    inside = ((w < CW) & (k + w < K))[None, :]
+    at = h * K + k + w
+    c = tl.program_id(2) * SITES + tl.arange(0, SITES)
+    site = end - TILE + c
     acc = tl.zeros((SITES, W), tl.float32)
     for t0 in range(part * TB, BT, parts * TB):
         t = tl.cast(t0 + tl.arange(0, TB), tl.int64)
         live = (t < BT)[:, None]
         for a in range(count):
             v = tl.load(address(SRC, first + a, DL) + t[:, None] * D + at[None, :], mask=live & inside, other=0.)
-            to_dl = ((a * BT64 + t) * H + h)[:, None] * NP + site[None, :]
-            dl = tl.load(DL + to_dl, mask=live & (site < NP)[None, :], other=0.)
-            written = (site < stop) & (site >= start + a)
-            dl = tl.where(written[None, :], dl, 0.).to(v.dtype)
+            dl = tl.load(DL + ((a * BT64 + t) * H + h)[:, None] * NP + c[None, :], mask=live & (c < NP)[None, :])
+            dl = tl.where(live & (site < stop)[None, :], dl, 0.).to(v.dtype)
             acc = dot(tl.trans(dl), v, acc)
     out = DU + (part * N + site[:, None]) * D + at[None, :]
-    mask = (site < stop)[:, None] & inside
+    mask = ((site >= 0) & (site < stop))[:, None] & inside
     tl.store(out, acc + tl.load(out, mask=mask, other=0.), mask=mask)
 
 
@@ -652,7 +649,7 @@ def launch_group_fwd(s, O, sources, first):
 
 
 def begin_backward(s, sites):
-    s.stop, s.NP = sites, triton.cdiv(s.N, 16) * 16     # the sites that were used; N padded: rows of DL are aligned
+    s.stop, s.NP = sites, triton.cdiv(s.N, TILE) * TILE + TILE      # the sites that were used; columns of DL
     s.GRAD, s.grads = s.new(s.N + TILE, dtype=torch.int64), []      # addresses, and what keeps them valid
     s.DHR, s.DC = s.new(sites, s.BT, s.H), s.new(S, s.BT, s.H)      # dh . read; the norm's sums of dl * logit
     s.DL = s.new(S, s.BT, s.H, s.NP, dtype=s.dtype)                 # r dl
@@ -671,17 +668,17 @@ def launch_group_bwd(s, first, start):
 
 def launch_route_bwd(s, do, O, n, first, end):
     route_bwd[(s.BT,)](do, O, s.SRC, s.R, s.U, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.DL, n, first, end, s.BT, s.D, s.H,
-                       s.NP, **s.row_config())
+                       s.NP, TILE=TILE, **s.row_config())
 
 
-def launch_query_grad(s, first, start):
-    """Of the sources first .. of as many as DX has rows; source first + a is read by the sites from start + a on."""
+def launch_query_grad(s, first, end):
+    """Of the sources first .. of as many as DX has rows. Column TILE of DL is site end."""
     C = triton.cdiv(s.K, 128)               # chunks a head
-    sites = s.stop - max(start, 0) // 16 * 16
-    block = 64 if sites <= 64 else 128      # twice 64 would read the sources twice
-    query_grad[(PARTS, s.H * C, triton.cdiv(sites, block))](
-        s.SRC, s.DL, s.DU, first, s.DX.size(0), start, s.stop, s.N, s.BT, s.D, s.H, s.NP, SITES=block, TB=64,
-        W=max(16, pow2(triton.cdiv(s.K, C))), C=C, num_warps=4)
+    columns = TILE + s.stop - end
+    sites = 64 if columns <= 64 else 128    # a program; two of 64 would both read the sources
+    query_grad[(PARTS, s.H * C, triton.cdiv(columns, sites))](
+        s.SRC, s.DL, s.DU, first, s.DX.size(0), end, s.stop, s.N, s.BT, s.D, s.H, s.NP, SITES=sites, TB=64,
+        W=max(16, pow2(triton.cdiv(s.K, C))), C=C, TILE=TILE, num_warps=4)
 
 
 # SimpleRouter and DepthRouter.
@@ -735,7 +732,7 @@ def grouped_backward(s, do, n, newest):
     launch_route_bwd(s, do, s.O[first], n, first, end)
     dx = s.DX[n - first]
     if n == first:
-        launch_query_grad(s, first, first)
+        launch_query_grad(s, first, end)
         s.DX = None
         del s.O[first]
     return dx
@@ -842,7 +839,7 @@ class GroupRead(torch.autograd.Function):
             launch_group_bwd(s, first, 0)
             for i in range(first, first + s.DX.size(0)):
                 launch_route_bwd(s, s.grads[0], O, i, first, 0)     # end = 0: DO and O are not looked at
-            launch_query_grad(s, first, -S)        # all sites read all sources
+            launch_query_grad(s, first, 0)
             gradients += [dx.view(s.shape) for dx in s.DX]
         du = s.DU.sum(0)
         s.GRAD = s.grads = s.DHR = s.DC = s.DL = s.DU = s.DX = None     # the tape lives as long as the loss is held
