@@ -138,7 +138,7 @@ def push_bwd(DO, O, SRC, R, U, LSE, DV, DQ, n, BT, D: tl.constexpr, H: tl.conste
 
 
 # Why that is slow: site n moves n + 1 rows forward, and 5 (n + 1) backward, since gradients are fp32 and read and
-# written. For the 49 sites of a 24-layer model that is 7,742 rows a token. Everything from here on is for the 1,120
+# written. For the 49 sites of a 24-layer model that is 7,742 rows a token. Everything from here on is for the 1,090
 # rows of the grouped way, and for moving them at the speed of memory.
 #
 # A row is now a tuple of blocks, since Triton's are powers of two and 160 columns are not.
@@ -310,23 +310,23 @@ def fold(m, l, acc, logit, value):
 def route_fwd(X, SRC, R, U, O, LSE, n, first, BT, D: tl.constexpr, H: tl.constexpr, eps, HB: tl.constexpr,
               W: tl.constexpr):
     """Finish site n, of the group that begins with site `first`, for one token, all heads. group_fwd has left the
-    partial read over sources 0 .. first in row n - first of O (S, BT, D), its lse in row n of LSE (N, BT, H); this
-    folds in the new source X (BT, D) and the sources first+1 .. n-1, through SRC and R (N, BT), with row n of U (N, D).
-    Writes the read and its lse in their places, X's address to SRC, row n of R."""
+    partial read over sources 0 .. first in O (BT, D), its lse in row n of LSE (N, BT, H); this folds in the new source
+    X (BT, D) and the sources first+1 .. n-1, through SRC and R (N, BT), with row n of U (N, D). Writes the read and its
+    lse in their places, X's address to SRC, row n of R."""
     if tl.program_id(0) == 0:
         tl.store(SRC + n, X.to(tl.int64))
     BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)  # N * BT * D passes 2^31
     h = tl.arange(0, HB)
     at, real = columns_of_heads(HB, H, D // H, W)
     stat = LSE + (n * BT + t) * H + h
-    out = O + ((n - first) * BT + t) * D
+    out = O + t * D
     x = load(X + t * D, at, real)
     u = load(U + n * D, at, real)
     r = tl.rsqrt(tl.sum(inner(x, x), 0) / D + eps)
     tl.store(R + n * BT + t, r)
     one = tl.full((HB,), 1., tl.float32)
     m, l, acc = fold(tl.load(stat, mask=h < H, other=0.), one, load(out, at, real), inner(u, x) * r, x)
-    for i in range(first + 1, n):
+    for i in tl.range(first + 1, n, num_stages=3):      # two rows ahead
         v = load(address(SRC, i, O) + t * D, at, real)
         m, l, acc = fold(m, l, acc, inner(u, v) * tl.load(R + i * BT + t), v)
     store(out, at, real, times(1 / l, acc))
@@ -379,16 +379,16 @@ def group_fwd(SRC, R, UH, UL, O, LSE, sources, first, sites, BT, D: tl.constexpr
 
 # Backward.
 
-@triton.jit(do_not_specialize=["n", "row", "BT"])
-def site_dot(DO, O, GRAD, DHR, n, row, BT, D: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
-    """A new read gradient DO (BT, D), one token: writes its address to GRAD (N,) and dh . read, a number a head, to
-    row n of DHR (N, BT, H). The read is row `row` of O (S, BT, D)."""
+@triton.jit(do_not_specialize=["n", "BT"])
+def site_dot(DO, O, GRAD, DHR, n, BT, D: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
+    """A new read gradient DO (BT, D) of read O (BT, D), one token: writes its address to GRAD (N,) and dh . read, a
+    number a head, to row n of DHR (N, BT, H)."""
     if tl.program_id(0) == 0:
         tl.store(GRAD + n, DO.to(tl.int64))
     BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HB)
     at, real = columns_of_heads(HB, H, D // H, W)
-    dhr = inner(load(DO + t * D, at, real), load(O + (row * BT + t) * D, at, real))
+    dhr = inner(load(DO + t * D, at, real), load(O + t * D, at, real))
     tl.store(DHR + (n * BT + t) * H + h, dhr, mask=h < H)
 
 
@@ -459,9 +459,9 @@ def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D
               HB: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr):
     """Finish source n, of the group that begins with `first`, for one token, all heads. group_bwd has left its gradient
     under the sites from `end` on in row n - first of DX, DC; this adds those under sites n .. end-1. If there are any,
-    DO (BT, D), the gradient of read n, has just arrived; the later ones come through GRAD. Reads read n from row
-    n - first of O, source n through SRC, and R, U, LSE, DHR. Writes DO's address to GRAD, row n of DHR, r dl to the
-    columns 0 .. TILE-1 of DL, where site end would be column TILE, and the finished gradient of source n to DX."""
+    DO (BT, D), the gradient of read n, O (BT, D), has just arrived; the later ones come through GRAD. Reads source n
+    through SRC, and R, U, LSE, DHR. Writes DO's address to GRAD, row n of DHR, r dl to the columns 0 .. TILE-1 of DL,
+    where site end would be column TILE, and the finished gradient of source n to DX."""
     BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HB)
     live = h < H
@@ -477,7 +477,7 @@ def route_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, DL, n, first, end, BT, D
             tl.store(GRAD + n, DO.to(tl.int64))
         dh = load(DO + t * D, at, real)
         u = load(U + n * D, at, real)
-        dhr = inner(dh, load(O + out * D, at, real))
+        dhr = inner(dh, load(O + t * D, at, real))
         tl.store(DHR + here * H + h, dhr, mask=live)
         lse = tl.load(LSE + here * H + h, mask=live, other=0.)
         dv, dc, x = pull(dv, dc, v, r, u, dh, lse, dhr)
@@ -571,25 +571,28 @@ class Tape:
         self.SRC = self.new(n_source + TILE, dtype=torch.int64)    # addresses
         self.sources = []                                          # what keeps them valid
         self.R, self.LSE = self.new(n_source, self.BT), self.new(self.N, self.BT, H)
-        self.O = {}                                                # reads, a tensor a group, by its first site
+        self.reads = {}                                            # by site; those of a group share a tensor
         self.versions = []                                         # of the sources, to notice a change in place
         self.last = None                                           # the site whose gradient came last
 
-    def group(self, n):
-        """First and last site of n's group. Groups begin at sites 0, S-1, 2S-1, ..: with S, 2S, .. sources there."""
-        begin = (n + 1) // self.S * self.S - 1
-        return max(0, begin), min(begin + self.S, self.N) - 1
-
     def begin_site(self, n, x):
-        """The tensor of the reads of n's group, allocated when the group begins, and the group's first site."""
+        """Note source n, and give the reads of n's group their place when it begins. -> the group's sites, a range: the
+        first group has so many that all others have S."""
         self.sources.append(x)
         self.versions.append(x._version if self.keep else None)     # inference tensors have none
-        first, last = self.group(n)
+        rest = (self.N - 1) % self.S + 1
+        first = 0 if n < rest else n - (n - rest) % self.S
+        sites = range(first, first + self.S if first else rest)
         if n == first:
             if not self.keep:
-                self.O.clear()
-            self.O[first] = self.new(last + 1 - first, self.BT, self.D, dtype=self.dtype)
-        return self.O[first], first
+                self.reads.clear()
+            self.reads |= zip(sites, self.new(len(sites), self.BT, self.D, dtype=self.dtype))
+        return sites
+
+    def group_of_sources(self, n):
+        """First and last source of n's group, in the backward pass."""
+        begin = (n + 1) // self.S * self.S - 1
+        return max(0, begin), min(begin + self.S, self.stop) - 1
 
     def begin_gradient(self, n):
         """Gradients come from the last site that was used down to site 0, once. True for the first to come."""
@@ -643,9 +646,9 @@ def launch_of_a_head(kernel, s, forward, *args):
                        f"fused_simple and eager do") from refused
 
 
-def launch_group_fwd(s, O, sources, first):
-    """Sites first .. of as many as O has rows, over sources 0 .. sources-1."""
-    launch_of_a_head(group_fwd, s, True, s.SRC, s.R, s.UH, s.UL, O, s.LSE, sources, first, O.size(0), s.BT, s.D, s.H)
+def launch_group_fwd(s, O, sources, first, sites):
+    """Sites first .. first+sites-1, whose reads begin at O, over sources 0 .. sources-1."""
+    launch_of_a_head(group_fwd, s, True, s.SRC, s.R, s.UH, s.UL, O, s.LSE, sources, first, sites, s.BT, s.D, s.H)
 
 
 def begin_backward(s, sites):
@@ -656,8 +659,8 @@ def begin_backward(s, sites):
     s.DU = torch.zeros(PARTS, s.N, s.D, device=s.U.device)
 
 
-def launch_site_dot(s, do, O, n, row):
-    site_dot[(s.BT,)](do, O, s.GRAD, s.DHR, n, row, s.BT, s.D, s.H, **s.row_config())
+def launch_site_dot(s, do, O, n):
+    site_dot[(s.BT,)](do, O, s.GRAD, s.DHR, n, s.BT, s.D, s.H, **s.row_config())
 
 
 def launch_group_bwd(s, first, start):
@@ -689,52 +692,52 @@ def simple_config(s):
 
 
 def simple_forward(s, x, n):
-    O, _ = s.begin_site(n, x)
+    s.begin_site(n, x)
     launch_source_norm(s, x, n)
-    simple_fwd[(s.BT,)](s.SRC, s.R, s.U, O, s.LSE, n, s.BT, s.D, s.H, **simple_config(s))
-    return O[0]
+    simple_fwd[(s.BT,)](s.SRC, s.R, s.U, s.reads[n], s.LSE, n, s.BT, s.D, s.H, **simple_config(s))
+    return s.reads[n]
 
 
 def simple_backward(s, do, n, newest):
     if newest:
         s.DV, s.DU = s.new(n + 1, s.BT, s.D), torch.zeros_like(s.U)[None]
     dq = s.new(s.BT, s.D)
-    push_bwd[(s.BT,)](do, s.O.pop(n), s.SRC, s.R, s.U, s.LSE, s.DV, dq, n, s.BT, s.D, s.H, FIRST=newest,
+    push_bwd[(s.BT,)](do, s.reads.pop(n), s.SRC, s.R, s.U, s.LSE, s.DV, dq, n, s.BT, s.D, s.H, FIRST=newest,
                       **simple_config(s))
     s.DU[0, n] = dq.sum(0)
     return s.DV[n].to(s.dtype)
 
 
 def grouped_forward(s, x, n):
-    O, first = s.begin_site(n, x)
+    sites = s.begin_site(n, x)
+    first, read = sites[0], s.reads[n]
     if n == first:
         launch_source_norm(s, x, n)
-        launch_group_fwd(s, O, n + 1, n)       # complete for site n, partial for the others of its group
+        launch_group_fwd(s, read, n + 1, n, len(sites))     # complete for site n, partial for the others of its group
     else:
-        route_fwd[(s.BT,)](x, s.SRC, s.R, s.U, O, s.LSE, n, first, s.BT, s.D, s.H, s.eps, **s.row_config())
-    return O[n - first]
+        route_fwd[(s.BT,)](x, s.SRC, s.R, s.U, read, s.LSE, n, first, s.BT, s.D, s.H, s.eps, **s.row_config())
+    return read
 
 
 def grouped_backward(s, do, n, newest):
     if newest:
         begin_backward(s, n + 1)
     s.grads.append(do)
-    first, last = s.group(n)
-    last = min(last, s.stop - 1)
+    first, last = s.group_of_sources(n)
     end = s.stop if last == s.stop - 1 else last    # the sites from here on are pulled together
+    read = s.reads.pop(n)
     if n == last:
         s.DX = s.new(last + 1 - first, s.BT, s.D, dtype=s.dtype)
     if n == s.stop - 1:
         s.DX.zero_(), s.DC.zero_()
     elif n == last:
-        launch_site_dot(s, do, s.O[first], n, n - first)
+        launch_site_dot(s, do, read, n)
         launch_group_bwd(s, first, n)
-    launch_route_bwd(s, do, s.O[first], n, first, end)
+    launch_route_bwd(s, do, read, n, first, end)
     dx = s.DX[n - first]
     if n == first:
         launch_query_grad(s, first, end)
         s.DX = None
-        del s.O[first]
     return dx
 
 
@@ -819,7 +822,7 @@ class GroupRead(torch.autograd.Function):
             launch_source_norm(s, x, i)
         O = s.new(s.N, s.BT, s.D, dtype=s.dtype)
         for first in range(0, s.N, S):
-            launch_group_fwd(s, O[first:first + S], len(sources), first)
+            launch_group_fwd(s, O[first], len(sources), first, min(S, s.N - first))
         ctx.save_for_backward(O, *sources)
         ctx.tape = s
         ctx.set_materialize_grads(False)
@@ -832,7 +835,7 @@ class GroupRead(torch.autograd.Function):
         begin_backward(s, s.N)
         s.grads = [s.read_gradient(do) for do in grads]
         for n, do in enumerate(s.grads):
-            launch_site_dot(s, do, O, n, n)
+            launch_site_dot(s, do, O[n], n)
         gradients = []
         for first in range(0, len(sources), S):
             s.DX = s.new(min(S, len(sources) - first), s.BT, s.D, dtype=s.dtype)
@@ -990,14 +993,17 @@ def rows_moved(arm, N, backward):
     if arm == "fused_simple":       # backward: sources, fp32 gradients read and written; dh, read, fp32 query gradient
         return triangle + 2 * N + (5 * triangle + 6 * N if backward else 0)
     rows, first = 0, 0
-    while first < N:
+    while first < N:                                                    # source_norm, group_fwd, route_fwd
+        size = S if first else (N - 1) % S + 1
+        rows += 1 + (first + 1 + size) + (3 * (size - 1) + (size - 1) * (size - 2) // 2)
+        first += size
+    first = 0
+    while backward and first < N:
         last = min((first + 1) // S * S + S - 1, N) - 1
         size = last + 1 - first
-        inside = (size - 1) * (size - 2) // 2                           # rows of the group's own, read one by one
-        rows += 1 + (first + 1 + size) + (3 * (size - 1) + inside)      # source_norm, group_fwd, route_fwd
-        if backward and last < N - 1:                                   # site_dot, group_bwd, route_bwd
-            rows += 2 + (N - last + 2 * size) + (3 + 5 * (size - 1) + inside)
-        elif backward:                                                  # DX = 0, route_bwd
+        if last < N - 1:                                                # site_dot, group_bwd, route_bwd
+            rows += 2 + (N - last + 2 * size) + (3 + 5 * (size - 1) + (size - 1) * (size - 2) // 2)
+        else:                                                           # DX = 0, route_bwd
             rows += size + (5 * size + size * (size - 1) // 2)
         first = last + 1
     return rows + (N if backward else 0)                                # query_grad
