@@ -633,7 +633,8 @@ class Tape:
 # What the operators share: the launches, and what a backward pass needs.
 
 def launch_source_norm(s, x, i):
-    source_norm[(s.BT,)](x, s.SRC, s.R, i, s.BT, s.D, s.eps, WIDTH=pow2(s.D), num_warps=4)
+    width = pow2(s.D)
+    source_norm[(s.BT,)](x, s.SRC, s.R, i, s.BT, s.D, s.eps, WIDTH=width, num_warps=min(8, max(1, width // 512)))
 
 
 def launch_of_a_head(kernel, s, forward, *args):
@@ -967,8 +968,8 @@ def check(cases="all"):
 
 # The benchmark.
 
-SEQUENCES = {"100m": 32, "350m": 32, "1b": 16}      # a step: one forward and backward pass of so many
-STEPS = 4               # that follow each other without a wait, as in training
+SEQUENCES = {"100m": 32, "350m": 32, "1b": 16}      # of a step
+STEPS = 4               # between waits
 ARMS = ("plain", "eager", "compiled eager", "fused_simple", "fused")
 
 
@@ -1010,18 +1011,20 @@ def rows_moved(arm, N, backward):
 
 
 def milliseconds(run):
+    """Of one of STEPS runs that follow each other without a wait, as in training: the GPU has always work ahead."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
-    run()
+    for _ in range(STEPS):
+        run()
     end.record()
     torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+    return begin.elapsed_time(end) / STEPS
 
 
 def medians(runs, rounds):
-    """{arm: function} -> {arm: median ms, or why it failed}, one run of each arm after the other, `rounds` times."""
+    """{arm: function} -> {arm: median ms, or why it failed}, one arm after the other, `rounds` times."""
     times = {arm: [] for arm in runs}
-    for number in range(rounds + 2):        # two rounds to warm up
+    for _ in range(rounds + 1):             # one round to warm up
         for arm, run in runs.items():
             if isinstance(times[arm], list):
                 try:
@@ -1032,7 +1035,7 @@ def medians(runs, rounds):
                     if isinstance(error, torch.cuda.OutOfMemoryError):
                         times[arm] = "out of memory"
                     torch.cuda.empty_cache()
-    return {arm: t if isinstance(t, str) else statistics.median(t[2:]) for arm, t in times.items()}
+    return {arm: t if isinstance(t, str) else statistics.median(t[1:]) for arm, t in times.items()}
 
 
 def copy_speed():
@@ -1091,23 +1094,21 @@ def bench_step(preset, arms, rounds):
         shape = SEQUENCES[preset], config.block_size
         idx, targets = (torch.randint(config.vocab_size, shape, device="cuda") for _ in range(2))
 
-        def steps():
+        def step():
             before = torch.cuda.memory_allocated() - own
             torch.cuda.reset_peak_memory_stats()
-            for _ in range(STEPS):
-                with torch.autocast("cuda", torch.bfloat16):
-                    loss = model(idx, targets)
-                loss.backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(idx, targets)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
             peak[arm, H] = (torch.cuda.max_memory_allocated() - before) / 2**30
         own = 12 * sum(p.numel() for p in model.parameters())       # its weights and moments, other arms' not counted
-        return steps
+        return step
     peak, count = {}, SEQUENCES[preset] * PRESETS[preset].block_size
     runs = [(arm, 0 if arm == "plain" else PRESETS[preset].H) for arm in arms] + [("fused", 1)] * ("fused" in arms)
     times = medians({run: prepare(*run) for run in runs}, rounds)
-    times = {run: ms if isinstance(ms, str) else ms / STEPS for run, ms in times.items()}
     plain = times.get(("plain", 0))
     return [{"level": "step", "preset": preset, "arm": arm, "H": H, "tokens": count, "ms": ms,
              "gib": peak.get((arm, H)), **({} if isinstance(ms, str) else {"tokens_per_s": count / ms * 1e3,
@@ -1131,7 +1132,7 @@ def main():
     parser.add_argument("--presets", default=",".join(SEQUENCES), help="shapes to time (default all three)")
     parser.add_argument("--arms", default=",".join(ARMS), help=f"of {','.join(ARMS)} (default all)")
     parser.add_argument("--levels", default="routing,step", help="routing alone, the whole training step, or both")
-    parser.add_argument("--rounds", type=int, default=10, help="a time is the median of so many (default 10)")
+    parser.add_argument("--rounds", type=int, default=5, help=f"a time is the median of so many, of {STEPS} runs each")
     parser.add_argument("--gate", choices=("all", "quick"), default="all", help="cases the gate runs")
     parser.add_argument("--json", help="write the records to this file as well")
     args = parser.parse_args()
