@@ -1241,7 +1241,7 @@ train.main()
     died = two(*TINY, *flags, f'--data={text_data}')
     assert died.returncode != 0 and 'rank 0: another process was lost' in died.stderr
     assert checkpoint(out)['step'] == 4
-    sharded = two('--resume', '--fsdp', '--stop_at=8')
+    sharded = two('--resume', '--fsdp', '--checkpoint_sublayers', '--stop_at=8')
     assert sharded.returncode == 0, sharded.stderr
     assert checkpoint(out)['step'] == 8
     rest = run_train(text_data, out, '--resume', *flags)

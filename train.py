@@ -294,15 +294,14 @@ def setup_device(name, world):
 
 def shard(model):
     """
-    FSDP2, in place: a process keeps its part of every parameter, a DTensor, and a sublayer's parameters are whole only
-    while it runs. What is used between the sublayers (embedding, head, routing) is whole from forward to backward. All
+    FSDP2, in place: a process keeps its part of every parameter, a DTensor, and a block's parameters are whole only
+    while it runs. What is used between the blocks (embedding, head, routing) is whole from forward to backward. All
     are gathered in fp32: a step is the same as DDP's. At first each process must hold all of the weights, 4 bytes each
     (8 with --ema), but never their gradients or AdamW's state.
     """
     mesh = init_device_mesh(model.wte.weight.device.type, (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block.attn, mesh=mesh)
-        fully_shard(block.mlp, mesh=mesh)
+    for block in model.blocks:      # as a list, since a block has no forward of its own
+        fully_shard([block.attn, block.mlp], mesh=mesh)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
 
 
@@ -520,9 +519,9 @@ def start(flags, saved, rank, world, device):
         run.loader.batch_hash = saved['batch_hash'] if rank == 0 else 0     # the ranks' hashes add up
     run.say(description)
     if flags.compile:
-        # FSDP gathers around each sublayer, so the sublayers compile each on its own. Its hooks stay outside of the
-        # graphs, whichever comes first. optimize_ddp cuts graphs up where a bucket of DDP's is full, so that gradients
-        # travel while the backward pass goes on: one graph of the whole model needs that, separate sublayers do not.
+        # FSDP gathers before sublayers, so these compile each on its own. Its hooks stay outside of the graphs, whichever
+        # comes first. optimize_ddp cuts graphs up where a bucket of DDP's is full, so that gradients travel while the
+        # backward pass goes on: one graph of the whole model needs that, separate sublayers do not.
         torch._dynamo.config.optimize_ddp = model.compile_parts(whole=not flags.fsdp)
     if rank == 0:
         Path(flags.out).mkdir(parents=True, exist_ok=True)
