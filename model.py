@@ -173,6 +173,11 @@ def read_eagerly(route, sources, query, gain, H, eps):
     return checkpoint(route, sources, query, gain, H, eps, use_reentrant=False, preserve_rng_state=False)
 
 
+def add_read(x, gate, read):
+    """Delta form: what a sublayer gets, where x is the running sum."""
+    return x + gate * read
+
+
 class EagerRouter:
     """All routing sites of one forward pass: call n appends source n and returns the read of site n, by `route`."""
     route = staticmethod(route)
@@ -378,7 +383,7 @@ class Transformer(nn.Module):
             self.add_routing()
         self.checkpoint_sublayers = False   # recompute each sublayer in backward instead of keeping its activations
         self.z_loss = 0.0                   # of the training loss, see chunk_loss
-        self.chunk_loss = chunk_loss        # replaced by a compiled one in compile_parts
+        self.chunk_loss, self.add_read = chunk_loss, add_read   # replaced by compiled ones in compile_parts
 
     def add_routing(self):
         c, like = self.config, self.wte.weight.detach()
@@ -442,11 +447,11 @@ class Transformer(nn.Module):
             if i in groups:     # delta form: a group of layers starts; its sites all read what there is now
                 sources.append(x - before)              # first the embedding, then what each group has added to x
                 before, sites = x, groups[i]
-                reads = (gate * read for gate, read in zip(self.gates[sites], self.read_group(sources, sites)))
-            read = x + next(reads) if delta else x
+                reads = zip(self.gates[sites], self.read_group(sources, sites))
+            read = self.add_read(x, *next(reads)) if delta else x
             out = self.maybe_checkpoint(block.attn, read, rope, caches[i] if caches else None)
             x = router(out) if router else x + out      # the whole difference: read a mix of all, or add to one sum
-            read = x + next(reads) if delta else x
+            read = self.add_read(x, *next(reads)) if delta else x
             out = self.maybe_checkpoint(block.mlp, read)
             x = router(out) if router else x + out
         return self.norm(x)
@@ -515,7 +520,7 @@ class Transformer(nn.Module):
         activation checkpointing, or if not `whole`) each sublayer compiles on its own, and one graph serves all layers:
         the sites between them, which each see one source more, stay outside. -> whether it compiled as a whole.
         """
-        self.chunk_loss = torch.compile(chunk_loss)
+        self.chunk_loss, self.add_read = torch.compile(chunk_loss), torch.compile(add_read)
         whole = whole and self.config.H == 0 and not self.checkpoint_sublayers
         if whole:
             self.hidden = torch.compile(self.hidden)
