@@ -511,8 +511,15 @@ def test_group_reads_equal_route_in_every_read_and_gradient(M, sites, H, K, T):
                for reads in (fused, fused, eager)]      # the last read is not used
     for got, again, want in zip(*results):
         assert torch.equal(got, again) and (got - want).norm() <= 1e-5 * want.norm()
-    with pytest.raises(ValueError, match='multiple of H = 3'):
+    copies = torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+    with copies:        # what backward gets back lies elsewhere
+        reads = kernel.group_reads(sources, queries, H)
+    again = torch.autograd.grad(reads[:-1], [*sources, queries], weights[:-1])
+    assert all(torch.equal(a, b) for a, b in zip(again, results[0][sites:]))
+    with pytest.raises(ValueError, match='multiple of H > 0, .* with H = 3'):
         kernel.group_reads(sources, queries, 3)
+    with pytest.raises(ValueError, match='no sources'):
+        kernel.group_reads([], queries, H)
     for bad in ([sources[0], sources[1].half()], [sources[0], sources[1][..., 1:]], [x[..., 1:] for x in sources]):
         with pytest.raises(ValueError, match='one shape and dtype'):
             kernel.group_reads(bad, queries, H)
@@ -582,8 +589,16 @@ def test_misuse_of_a_router_raises(name):
         router(x)
         with pytest.raises(RuntimeError, match='the first was'):
             router(other.to(DEVICE))
-    with pytest.raises(ValueError, match='multiple of H = 3'):
-        kernel.OPERATORS[name](q, 3)
+    for H in (3, 0):
+        with pytest.raises(ValueError, match=f'multiple of H > 0, .* with H = {H}'):
+            kernel.OPERATORS[name](q, H)
+    with pytest.raises(RuntimeError, match='torch.float64, must be float32, bfloat16 or float16'):
+        kernel.OPERATORS[name](q, 2)(x.double())
+    router = kernel.OPERATORS[name](q, 2)
+    with torch.no_grad():
+        router(x)
+    with pytest.raises(RuntimeError, match='some reads under no_grad'):
+        router(x)
     sources = [torch.randn(3, 32, device=DEVICE, requires_grad=True) for _ in range(3)]
     router = kernel.OPERATORS[name](q, 2)
     reads = [router(s) for s in sources]
@@ -592,6 +607,13 @@ def test_misuse_of_a_router_raises(name):
         sources[1].add_(1)
     with pytest.raises(RuntimeError, match=r'sources \[1\] were modified in place'):
         torch.autograd.grad(sum(r.sum() for r in reads), sources)
+    router = kernel.OPERATORS[name](q, 2)
+    reads = [router(s) for s in sources]
+    loss = sum(r.sum() for r in reads)
+    with torch.no_grad():
+        reads[1].mul_(5)
+    with pytest.raises(RuntimeError, match='a read was modified in place'):
+        torch.autograd.grad(loss, sources)
 
 
 @needs_triton
