@@ -311,7 +311,7 @@ def fold(m, l, acc, logit, value):
 
 @triton.jit(do_not_specialize=["n", "first", "BT"])
 def finish_fwd(X, SRC, R, U, O, LSE, n, first, BT, D: tl.constexpr, H: tl.constexpr, eps, HB: tl.constexpr,
-              W: tl.constexpr):
+               W: tl.constexpr):
     """Finish site n, of the group that begins with site `first`, for one token, all heads. group_fwd has left the
     partial read over sources 0 .. first in O (BT, D), its lse in row n of LSE (N, BT, H); this folds in the new source
     X (BT, D) and the sources first+1 .. n-1, through SRC and R (N, BT), with row n of U (N, D). Writes the read and its
@@ -458,7 +458,7 @@ def pull(dv, dc, v, r, u, dh, lse, dhr):
 
 @triton.jit(do_not_specialize=["n", "first", "split", "BT"])
 def finish_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, RDL, n, first, split, BT, D: tl.constexpr, H: tl.constexpr, NP,
-              HB: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr):
+               HB: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr):
     """Finish source n, of the group that begins with `first`, for one token, all heads. group_bwd has left its gradient
     under the sites from `split` on in row n - first of DX, DC; this adds those under sites n .. split-1. If there are
     any, DO (BT, D), the gradient of read n, has just arrived: its address goes to GRAD (N,), dh . read (the read is O)
@@ -476,7 +476,7 @@ def finish_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, RDL, n, first, split, B
     r = tl.load(R + here)
     dv, dc = times(one, load(DX + row * D, at, real)), tl.load(DC + row * H + h, mask=live, other=0.)
     if n < split:
-        if tl.program_id(0) == 0:
+        if t == 0:
             tl.store(GRAD + n, DO.to(tl.int64))
         dh = load(DO + t * D, at, real)
         u = load(U + n * D, at, real)
@@ -579,6 +579,7 @@ class Tape:
         self.sources = []                                          # what keeps them valid
         self.R, self.LSE = self.new(n_source, self.BT), self.new(self.N, self.BT, H)
         self.reads = {}                                            # by site; those of a group share a tensor
+        self.keep = torch.is_grad_enabled()                        # for a backward pass
         self.versions = []                                         # of the sources, to notice a change in place
         self.last = None                                           # the site whose gradient came last
 
@@ -677,7 +678,7 @@ def launch_site_dot(s, do, O, n):
 def launch_group_bwd(s, first, split):
     """What the sites from split on add to the gradients of sources first .. of as many as DX has rows."""
     launch_group_kernel(group_bwd, s, False, s.SRC, s.R, s.UH, s.UL, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.RDL, first,
-                     s.DX.size(0), split, s.stop, s.BT, s.D, s.H, s.NP)
+                        s.DX.size(0), split, s.stop, s.BT, s.D, s.H, s.NP)
 
 
 def launch_finish_bwd(s, do, O, n, first, split):
@@ -800,7 +801,6 @@ class DepthRouter:
                 raise RuntimeError(f"depth routing: a source of width {source.size(-1)}, queries of width "
                                    f"{self.queries.size(1)}")
             self.tape, self.chain = Tape(self.queries, self.H, self.eps, source, self.S), source.new_empty(0)
-            self.tape.keep = torch.is_grad_enabled()        # for a backward pass
         s = self.tape
         if s.last is not None:
             raise RuntimeError("depth routing: a read after the backward pass has begun")
@@ -839,18 +839,19 @@ class GroupRead(torch.autograd.Function):
         for first in range(0, s.N, S):
             launch_group_fwd(s, O[first], len(sources), first, min(S, s.N - first))
         ctx.save_for_backward(O, *sources)
-        ctx.tape = s
+        ctx.tape, ctx.addresses = s, [x.data_ptr() for x in sources]
         ctx.set_materialize_grads(False)
         return tuple(read.view(s.shape) for read in O)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        s, (O, *sources) = ctx.tape, ctx.saved_tensors
+        s, (O, *sources) = ctx.tape, map(aligned, ctx.saved_tensors)
         s.begin_backward(s.N)
         s.grads = [s.read_gradient(do) for do in grads]
-        for i, x in enumerate(sources):     # a checkpoint or a hook may have put them elsewhere
-            launch_source_norm(s, x, i)
+        for i, x in enumerate(sources):
+            if x.data_ptr() != ctx.addresses[i]:    # a checkpoint or a hook has put it elsewhere
+                launch_source_norm(s, x, i)
         for n, do in enumerate(s.grads):
             launch_site_dot(s, do, O[n], n)
         gradients = []
