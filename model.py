@@ -173,11 +173,6 @@ def read_eagerly(route, sources, query, gain, H, eps):
     return checkpoint(route, sources, query, gain, H, eps, use_reentrant=False, preserve_rng_state=False)
 
 
-def add_read(x, gate, read):
-    """Delta form: what a sublayer gets, where x is the running sum."""
-    return x + gate * read
-
-
 class EagerRouter:
     """All routing sites of one forward pass: call n appends source n and returns the read of site n, by `route`."""
     route = staticmethod(route)
@@ -383,7 +378,7 @@ class Transformer(nn.Module):
             self.add_routing()
         self.checkpoint_sublayers = False   # recompute each sublayer in backward instead of keeping its activations
         self.z_loss = 0.0                   # of the training loss, see chunk_loss
-        self.chunk_loss, self.add_read = chunk_loss, add_read   # replaced by compiled ones in compile_parts
+        self.chunk_loss = chunk_loss        # replaced by a compiled one in compile_parts
 
     def add_routing(self):
         c, like = self.config, self.wte.weight.detach()
@@ -444,17 +439,26 @@ class Transformer(nn.Module):
         if delta:
             sources, before = [self.null.to(x.dtype).expand_as(x)], 0
         for i, block in enumerate(self.blocks):
+            cache = caches[i] if caches else None
             if i in groups:     # delta form: a group of layers starts; its sites all read what there is now
                 sources.append(x - before)              # first the embedding, then what each group has added to x
                 before, sites = x, groups[i]
                 reads = zip(self.gates[sites], self.read_group(sources, sites))
-            read = self.add_read(x, *next(reads)) if delta else x
-            out = self.maybe_checkpoint(block.attn, read, rope, caches[i] if caches else None)
+            if delta:
+                x = self.delta_layer(block, x, next(reads), next(reads), rope, cache)
+                continue
+            out = self.maybe_checkpoint(block.attn, x, rope, cache)
             x = router(out) if router else x + out      # the whole difference: read a mix of all, or add to one sum
-            read = self.add_read(x, *next(reads)) if delta else x
-            out = self.maybe_checkpoint(block.mlp, read)
+            out = self.maybe_checkpoint(block.mlp, x)
             x = router(out) if router else x + out
         return self.norm(x)
+
+    def delta_layer(self, block, x, for_attn, for_mlp, rope, cache):
+        """Delta form: x is the running sum; a sublayer gets it with a read (B, T, D) on top, times its site's gate."""
+        gate, read = for_attn
+        x = x + self.maybe_checkpoint(block.attn, x + gate * read, rope, cache)
+        gate, read = for_mlp
+        return x + self.maybe_checkpoint(block.mlp, x + gate * read)
 
     def maybe_checkpoint(self, sublayer, x, *args):
         if self.checkpoint_sublayers and torch.is_grad_enabled():
@@ -516,19 +520,22 @@ class Transformer(nn.Module):
 
     def compile_parts(self, whole=True):
         """
-        torch.compile, in place (parameter names stay). The plain model compiles as a whole. With routing (or with
-        activation checkpointing, or if not `whole`) each sublayer compiles on its own, and one graph serves all layers:
-        the sites between them, which each see one source more, stay outside. -> whether it compiled as a whole.
+        torch.compile, in place (parameter names stay). The plain model compiles as a whole. With routing each sublayer
+        compiles on its own, in delta form each layer, and one graph serves all of them: the sites between them, which
+        each see one source more, stay outside. With activation checkpointing, or if not `whole`, it is always
+        sublayers. -> whether the model compiled as a whole.
         """
-        self.chunk_loss, self.add_read = torch.compile(chunk_loss), torch.compile(add_read)
-        whole = whole and self.config.H == 0 and not self.checkpoint_sublayers
-        if whole:
+        self.chunk_loss = torch.compile(chunk_loss)
+        whole = whole and not self.checkpoint_sublayers
+        if whole and self.config.H == 0:
             self.hidden = torch.compile(self.hidden)
+        elif whole and self.config.delta_blocks > 0:
+            self.delta_layer = torch.compile(self.delta_layer)
         else:
             for block in self.blocks:
                 block.attn.compile()
                 block.mlp.compile()
-        return whole
+        return whole and self.config.H == 0
 
     def parameter_groups(self, weight_decay, decay_embedding=True):
         """For AdamW: matrices decay; norm weights and all of the routing (vectors, a row a site) do not."""
