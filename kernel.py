@@ -81,6 +81,12 @@ def address(table, i, like):
 
 # do_not_specialize: or Triton compiles again for n = 1, and for n divisible by 16.
 
+@triton.jit(do_not_specialize=["n"])
+def note(X, TABLE, n):
+    """The address of X to entry n of TABLE."""
+    tl.store(TABLE + n, X.to(tl.int64))
+
+
 @triton.jit(do_not_specialize=["n", "BT"])
 def source_norm(X, SRC, R, n, BT, D: tl.constexpr, eps, WIDTH: tl.constexpr):
     """A new source X (BT, D), one token: writes its address to SRC (N,) and 1 / RMS to row n of R (N, BT)."""
@@ -342,13 +348,13 @@ def finish_fwd(X, SRC, R, U, O, LSE, n, older, BT, D: tl.constexpr, H: tl.conste
 
 
 @triton.jit(do_not_specialize=["sources", "first", "sites", "BT"])
-def group_fwd(SRC, R, UH, UL, O, LSE, sources, first, sites, BT, D: tl.constexpr, H: tl.constexpr,
+def group_fwd(SRC, R, UH, UL, GATE, O, LSE, sources, first, sites, BT, D: tl.constexpr, H: tl.constexpr,
               TOKENS: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr,
               S: tl.constexpr, TILE: tl.constexpr, HALVES: tl.constexpr):
     """Sites first .. first+sites-1 over the sources that exist, 0 .. sources-1, for one head of TOKENS tokens.
     Reads the sources (BT, D) through SRC, R (sources, BT), and the queries as UH + UL (N, D), for 16-bit sources in
-    two parts (HALVES); at fp32 UH is all. Writes the reads to O (sites, BT, D) and their lse to rows first .. of
-    LSE (N, BT, H).
+    two parts (HALVES); at fp32 UH is all. Writes the reads, times their GATE (N,) if there is one, to O (sites, BT, D)
+    and their lse to rows first .. of LSE (N, BT, H).
     Works on P tokens at once: at P = 2 their P S sites are 16 rows, the least that a tensor core multiplies. A head is
     C chunks of the width, a warp each. One loop goes through (tokens, tile of sources), so that the next tile is on its
     way while this one is worked on, also from one token to the next."""
@@ -378,7 +384,10 @@ def group_fwd(SRC, R, UH, UL, O, LSE, sources, first, sites, BT, D: tl.constexpr
         acc = mix(block_diagonal(p, v), v, scaled(acc, old))
         if it % tiles == tiles - 1:
             out = O + (js % S * BT64 + token(t + js // S, BT))[None, :, None] * D
-            store(out, at, only((js % S < sites)[None, :, None], real), scaled(acc, 1 / l))
+            scale = 1 / l
+            if GATE is not None:
+                scale *= tl.load(GATE + first + j, mask=j < sites, other=0.)[None, :]
+            store(out, at, only((js % S < sites)[None, :, None], real), scaled(acc, scale))
             stat = LSE + ((first + j)[None, :] * BT64 + token(t + tl.arange(0, P), BT)[:, None]) * H + h
             tl.store(stat, m + tl.log(l), mask=(j < sites)[None, :])
             l = tl.zeros((P, S), tl.float32)
@@ -401,12 +410,13 @@ def site_dot(DO, O, GRAD, DHR, n, BT, D: tl.constexpr, H: tl.constexpr, HB: tl.c
 
 
 @triton.jit(do_not_specialize=["first", "count", "split", "stop", "BT"])
-def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, RDL, first, count, split, stop, BT, D: tl.constexpr,
-              H: tl.constexpr, NP, TOKENS: tl.constexpr, P: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-              W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, HALVES: tl.constexpr):
+def group_bwd(SRC, R, UH, UL, GATE, GRAD, LSE, DHR, DX, DC, RDL, first, count, split, stop, BT, D: tl.constexpr,
+              H: tl.constexpr, NP, ALL: tl.constexpr, TOKENS: tl.constexpr, P: tl.constexpr, C: tl.constexpr,
+              W: tl.constexpr, W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, HALVES: tl.constexpr):
     """Sources first .. first+count-1 under the sites split .. stop-1, which all read them; one head of TOKENS tokens.
     Reads the sources through SRC and R, UH, UL as group_fwd does, the read gradients dh (BT, D) through GRAD (N,), LSE
-    and DHR = dh . read (N, BT, H). Writes p @ dh + r dl @ u to DX (count, BT, D), the norm's sum of dl * logit to
+    and DHR = dh . read (N, BT, H), which it writes instead if these are ALL of the sources. (With a GATE (N,) a read is
+    what it was before its gate, and dh the gradient of what it is after that.) Writes p @ dh + r dl @ u to DX (count, BT, D), the norm's sum of dl * logit to
     DC (count, BT, H), r dl to RDL (count, BT, H, NP), where site split is column TILE. P tokens at once share the
     queries of a tile. Otherwise like group_fwd."""
     h, BT64 = tl.program_id(0) % H, tl.cast(BT, tl.int64)
@@ -428,7 +438,10 @@ def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, RDL, first, count, split, 
         dh = load((address(GRAD, site, DX) + te * D)[None, :, None], at, only(alive[None, :, None], real))
         stat = (site * BT64 + te) * H + h
         lse = tl.load(LSE + stat, mask=alive, other=0.).reshape(P, TILE, 1)
-        dhr = tl.load(DHR + stat, mask=alive, other=0.).reshape(P, TILE, 1)
+        if GATE is not None:
+            gate = tl.load(GATE + site, mask=alive, other=0.).reshape(P, TILE, 1)
+        if not ALL:
+            dhr = tl.load(DHR + stat, mask=alive, other=0.).reshape(P, TILE, 1)
         to_u = site3 * D
         uh, ul = load(UH + to_u, at, real), load(UL + to_u, at, real)              # (C, TILE, W)
         logit = products(uh, v)                                                    # (C, TILE, P S)
@@ -437,6 +450,11 @@ def group_bwd(SRC, R, UH, UL, GRAD, LSE, DHR, DX, DC, RDL, first, count, split, 
         logit = (tl.sum(logit, 0) * r[None, :]).reshape(TILE, P, S).trans(1, 0, 2)  # (P, TILE, S)
         g = tl.sum(own_block(products(dh, v), P), 0)                               # (P, TILE, S): dh . v
         p = tl.where(site3 < stop, tl.exp(logit - lse), 0.)
+        if ALL:
+            dhr = tl.sum(tl.where(a3 < count, p * g, 0.), 2, keep_dims=True)
+            tl.store(DHR + stat, dhr.reshape(P * TILE), mask=alive)
+        if GATE is not None:
+            p *= gate
         dl = p * (g - dhr)
         dc += tl.sum(dl * logit, 1)
         rdl = (dl * r.reshape(P, 1, S)).to(RDL.dtype.element_ty).trans(0, 2, 1).reshape(P * S, TILE)
@@ -644,14 +662,15 @@ class Tape:
         HB = pow2(self.H)
         return dict(HB=HB, W=min(pow2(self.K), max(1, 256 // HB)), num_warps=min(warps, HB))
 
-    def group_configs(self, forward):
-        """The kernels of one head: what is fastest on an H200, then what needs fewer registers, less shared memory."""
-        P = 2 if forward or self.C == 1 else 1
+    def group_configs(self, forward, few=False):
+        """The kernels of one head: what is fastest on an H200, then what needs fewer registers, less shared memory.
+        few: of the sources of a tile there are at most half."""
+        P = TILE // self.S if forward or self.C == 1 else 1
         stages = 3 if self.K <= 128 and not forward else 2
-        rest = dict(C=self.C, **blocks(triton.cdiv(self.K, self.C)), S=self.S, TILE=TILE, TOKENS=TOKENS,
-                    HALVES=self.halves, num_warps=self.C)
+        rest = dict(C=self.C, **blocks(triton.cdiv(self.K, self.C)), S=self.S, TOKENS=TOKENS, HALVES=self.halves,
+                    num_warps=self.C)
         choice = ((P, stages), (1, 2), (1, 1)) if self.halves else ((1, 1),)
-        return [dict(P=P, num_stages=stages, **rest) for P, stages in choice]
+        return [dict(P=P, TILE=TILE // P if few else TILE, num_stages=stages, **rest) for P, stages in choice]
 
 
 # The launches that the operators share; s is the tape.
@@ -661,8 +680,8 @@ def launch_source_norm(s, x, i):
     source_norm[(s.BT,)](x, s.SRC, s.R, i, s.BT, s.D, s.eps, WIDTH=width, num_warps=min(8, max(1, width // 512)))
 
 
-def launch_group_kernel(kernel, s, forward, *args):
-    for config in s.group_configs(forward):
+def launch_group_kernel(kernel, s, configs, *args):
+    for config in configs:
         try:
             return kernel[(triton.cdiv(s.BT, TOKENS) * s.H,)](*args, **config)
         except OutOfResources as error:
@@ -671,19 +690,21 @@ def launch_group_kernel(kernel, s, forward, *args):
                        f"does, and (not in delta form) 'fused_simple'") from refused
 
 
-def launch_group_fwd(s, O, sources, first, sites):
+def launch_group_fwd(s, O, sources, first, sites, gates=None):
     """Sites first .. first+sites-1, whose reads begin at O, over sources 0 .. sources-1."""
-    launch_group_kernel(group_fwd, s, True, s.SRC, s.R, s.UH, s.UL, O, s.LSE, sources, first, sites, s.BT, s.D, s.H)
+    configs = s.group_configs(forward=True, few=sources <= TILE // 2)
+    launch_group_kernel(group_fwd, s, configs, s.SRC, s.R, s.UH, s.UL, gates, O, s.LSE, sources, first, sites, s.BT,
+                        s.D, s.H)
 
 
 def launch_site_dot(s, do, O, n):
     site_dot[(s.BT,)](do, O, s.GRAD, s.DHR, n, s.BT, s.D, s.H, **s.row_config())
 
 
-def launch_group_bwd(s, first, split):
+def launch_group_bwd(s, first, split, gates=None, all_sources=False):
     """What the sites from split on add to the gradients of sources first .. of as many as DX has rows."""
-    launch_group_kernel(group_bwd, s, False, s.SRC, s.R, s.UH, s.UL, s.GRAD, s.LSE, s.DHR, s.DX, s.DC, s.RDL, first,
-                        s.DX.size(0), split, s.stop, s.BT, s.D, s.H, s.NP)
+    launch_group_kernel(group_bwd, s, s.group_configs(forward=False), s.SRC, s.R, s.UH, s.UL, gates, s.GRAD, s.LSE,
+                        s.DHR, s.DX, s.DC, s.RDL, first, s.DX.size(0), split, s.stop, s.BT, s.D, s.H, s.NP, all_sources)
 
 
 def launch_finish_bwd(s, do, O, n, first, split):
@@ -833,48 +854,58 @@ OPERATORS = {"fused": DepthRouter, "fused_simple": SimpleRouter}
 
 class GroupRead(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, queries, H, eps, *sources):
-        sources = [aligned(x.detach()) for x in sources]
-        s = Tape(queries, H, eps, sources[0], S, len(sources))
+    def forward(ctx, queries, gates, H, eps, *sources):
+        sources, M = [aligned(x.detach()) for x in sources], len(sources)
+        s = Tape(queries, H, eps, sources[0], TILE if S < M <= TILE else S, M)
+        s.gates = gates.detach().float().contiguous()
         for i, x in enumerate(sources):
             launch_source_norm(s, x, i)
-        O = s.new(s.N, s.BT, s.D, dtype=s.dtype)
-        for first in range(0, s.N, S):
-            launch_group_fwd(s, O[first], len(sources), first, min(S, s.N - first))
-        ctx.save_for_backward(O, *sources)
+        O = GroupRead.reads(s, M, s.gates)
+        ctx.save_for_backward(*sources)
         ctx.tape, ctx.addresses = s, [x.data_ptr() for x in sources]
         ctx.set_materialize_grads(False)
         return tuple(read.view(s.shape) for read in O)
 
     @staticmethod
+    def reads(s, M, gates):
+        O = s.new(s.N, s.BT, s.D, dtype=s.dtype)
+        for first in range(0, s.N, s.S):
+            launch_group_fwd(s, O[first], M, first, min(s.S, s.N - first), gates)
+        return O
+
+    @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, *grads):
-        s, (O, *sources) = ctx.tape, map(aligned, ctx.saved_tensors)
+        s, sources = ctx.tape, [*map(aligned, ctx.saved_tensors)]
         s.begin_backward(s.N)
         s.grads = [s.read_gradient(do) for do in grads]
+        M, gradients = len(sources), []
         for i, x in enumerate(sources):
             if x.data_ptr() != ctx.addresses[i]:    # a checkpoint or a hook has put it elsewhere
                 launch_source_norm(s, x, i)
-        for n, do in enumerate(s.grads):
-            launch_site_dot(s, do, O[n], n)
-        gradients = []
-        for first in range(0, len(sources), S):
-            s.DX = s.new(min(S, len(sources) - first), s.BT, s.D, dtype=s.dtype)
-            launch_group_bwd(s, first, 0)
+        if M <= s.S:    # group_bwd sees all sources at once, and makes dh . read from them
+            for n, do in enumerate(s.grads):
+                note[(1,)](do, s.GRAD, n)
+        else:
+            for n, (do, read) in enumerate(zip(s.grads, GroupRead.reads(s, M, None))):
+                launch_site_dot(s, do, read, n)
+        for first in range(0, M, s.S):
+            s.DX = s.new(min(s.S, M - first), s.BT, s.D, dtype=s.dtype)
+            launch_group_bwd(s, first, 0, s.gates, M <= s.S)
             for i in range(first, first + s.DX.size(0)):
-                launch_finish_bwd(s, s.grads[0], O, i, first, 0)     # split = 0: DO and O are not looked at
+                launch_finish_bwd(s, s.DX, s.DX, i, first, 0)       # split = 0: DO and O are not looked at
             launch_query_grad(s, first, 0)
             gradients += [dx.view(s.shape) for dx in s.DX]
-        du = s.DU.sum(0)
+        du, dgates = s.DU.sum(0), s.DHR.sum((1, 2))
         s.GRAD = s.grads = s.DHR = s.DC = s.RDL = s.DU = s.DX = None     # the tape lives as long as the loss is held
-        return du, None, None, *gradients
+        return du, dgates, None, None, *gradients
 
 
-def group_reads(sources, queries, H, eps=1e-6):
+def group_reads(sources, queries, gates, H, eps=1e-6):
     """
-    What N sites that read the same sources read of them, all at once. sources: a list of M tensors (..., D) of one
-    shape and dtype; queries (N, D) fp32 = query * gain -> N tensors (..., D). Differentiable in both. ValueError if
-    the shapes do not fit or H does not divide D.
+    What N sites that read the same sources read of them, all at once, times the sites' gates. sources: a list of M
+    tensors (..., D) of one shape and dtype; queries (N, D) fp32 = query * gain; gates (N,) fp32 -> N tensors (..., D).
+    Differentiable in all three. ValueError if the shapes do not fit or H does not divide D.
     """
     check_queries(queries, H)
     if not sources:
@@ -883,7 +914,9 @@ def group_reads(sources, queries, H, eps=1e-6):
     if sources[0].size(-1) != queries.size(1) or len({(x.shape, x.dtype) for x in sources}) > 1:
         raise ValueError(f"depth routing: sources must have one shape and dtype, and the queries' width, "
                          f"{queries.size(1)}; they are {sorted({f'{tuple(x.shape)} {x.dtype}' for x in sources})}")
-    return GroupRead.apply(queries, H, eps, *sources)
+    if gates.shape != queries.shape[:1]:
+        raise ValueError(f"depth routing: gates must be ({len(queries)},), one a query, not {tuple(gates.shape)}")
+    return GroupRead.apply(queries, gates, H, eps, *sources)
 
 
 # The gate: no time counts before this is green.
@@ -965,7 +998,7 @@ CASES = {
     "quick": [(33, 8, 128, 65, 30), (19, 2, 160, 33, 1)],
     "interpreter": [(1, 2, 16, 3, 1), (2, 1, 24, 2, 30), (9, 4, 20, 1, 1), (17, 2, 40, 3, 30), (10, 1, 400, 1, 1),
                     (10, 2, 160, 1, 30)],
-    "interpreter, 16 bits": [(2, 1, 24, 2, 30), (17, 2, 24, 3, 1)],
+    "interpreter, 16 bits": [(2, 1, 24, 2, 30), (18, 2, 24, 3, 1)],
 }
 
 

@@ -414,13 +414,17 @@ class Transformer(nn.Module):
         return kernel.OPERATORS[name](self.queries * self.gains, c.H, c.norm_eps)
 
     def read_group(self, sources, sites):
-        """Delta form: what a group's sites (a slice) read of these sources, a list -> a tensor (B, T, D) for each."""
-        c, queries, gains = self.config, self.queries[sites], self.gains[sites]
+        """
+        Delta form: what a group's sites (a slice) read of these sources, a list, times their gates -> a tensor
+        (B, T, D) for each site.
+        """
+        c, queries, gains, gates = self.config, self.queries[sites], self.gains[sites], self.gates[sites]
         if self.router_on(sources[0].device) == 'eager' or sources[0].dtype == torch.float64:
             sources = torch.stack(sources)
-            return [read_eagerly(route, sources, query, gain, c.H, c.norm_eps) for query, gain in zip(queries, gains)]
+            return [gate * read_eagerly(route, sources, query, gain, c.H, c.norm_eps)
+                    for query, gain, gate in zip(queries, gains, gates)]
         import kernel
-        return kernel.group_reads(sources, queries * gains, c.H, c.norm_eps)
+        return kernel.group_reads(sources, queries * gains, gates, c.H, c.norm_eps)
 
     def hidden(self, idx, caches=None):
         """idx (B, T) -> the last hidden states, normalised, (B, T, D). This is where plain and MHAR differ."""
@@ -442,8 +446,7 @@ class Transformer(nn.Module):
             cache = caches[i] if caches else None
             if i in groups:     # delta form: a group of layers starts; its sites all read what there is now
                 sources.append(x - before)              # first the embedding, then what each group has added to x
-                before, sites = x, groups[i]
-                reads = zip(self.gates[sites], self.read_group(sources, sites))
+                before, reads = x, iter(self.read_group(sources, groups[i]))
             if delta:
                 x = self.delta_layer(block, x, next(reads), next(reads), rope, cache)
                 continue
@@ -454,11 +457,9 @@ class Transformer(nn.Module):
         return self.norm(x)
 
     def delta_layer(self, block, x, for_attn, for_mlp, rope, cache):
-        """Delta form: x is the running sum; a sublayer gets it with a read (B, T, D) on top, times its site's gate."""
-        gate, read = for_attn
-        x = x + self.maybe_checkpoint(block.attn, x + gate * read, rope, cache)
-        gate, read = for_mlp
-        return x + self.maybe_checkpoint(block.mlp, x + gate * read)
+        """Delta form, all (B, T, D): x is the running sum; each sublayer gets it with its site's gated read on top."""
+        x = x + self.maybe_checkpoint(block.attn, x + for_attn, rope, cache)
+        return x + self.maybe_checkpoint(block.mlp, x + for_mlp)
 
     def maybe_checkpoint(self, sublayer, x, *args):
         if self.checkpoint_sublayers and torch.is_grad_enabled():

@@ -499,32 +499,35 @@ def test_a_fused_model_equals_an_eager_one(name, form):
 
 
 @needs_triton
-@pytest.mark.parametrize('M, sites, H, K, T', [(2, 3, 2, 16, 1), (9, 10, 2, 20, 3), (3, 2, 1, 200, 3)])
+@pytest.mark.parametrize('M, sites, H, K, T', [(2, 3, 2, 16, 1), (9, 10, 2, 20, 3), (3, 2, 1, 200, 3), (17, 2, 1, 16, 1)])
 def test_group_reads_equal_route_in_every_read_and_gradient(M, sites, H, K, T):
     g = torch.Generator().manual_seed(0)
     sources = [torch.randn(1, T, H * K, generator=g).to(DEVICE).requires_grad_() for _ in range(M)]
     queries = (torch.randn(sites, H * K, generator=g) / K ** 0.5).to(DEVICE).requires_grad_()
     weights = [torch.randn(1, T, H * K, generator=g).to(DEVICE) for _ in range(sites)]
-    one = torch.ones_like(queries[0])
-    fused, eager = kernel.group_reads(sources, queries, H), [route(sources, query, one, H) for query in queries]
-    results = [[*reads, *torch.autograd.grad(reads[:-1], [*sources, queries], weights[:-1], retain_graph=True)]
+    one, gates = torch.ones_like(queries[0]), torch.linspace(-1, 1, sites, device=DEVICE).requires_grad_()
+    fused = kernel.group_reads(sources, queries, gates, H)
+    eager = [gate * route(sources, query, one, H) for gate, query in zip(gates, queries)]
+    results = [[*reads, *torch.autograd.grad(reads[:-1], [*sources, queries, gates], weights[:-1], retain_graph=True)]
                for reads in (fused, fused, eager)]      # the last read is not used
     for got, again, want in zip(*results):
         assert torch.equal(got, again) and (got - want).norm() <= 1e-5 * want.norm()
     moved = [x * 1 for x in sources]
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):    # backward gets them back elsewhere
-        reads = kernel.group_reads(moved, queries, H)
+        reads = kernel.group_reads(moved, queries, gates, H)
     for x in moved:
         x.data.fill_(math.nan)
-    again = torch.autograd.grad(reads[:-1], [*sources, queries], weights[:-1])
+    again = torch.autograd.grad(reads[:-1], [*sources, queries, gates], weights[:-1])
     assert all(torch.equal(a, b) for a, b in zip(again, results[0][sites:]))
     with pytest.raises(ValueError, match='multiple of H > 0, .* with H = 3'):
-        kernel.group_reads(sources, queries, 3)
+        kernel.group_reads(sources, queries, gates, 3)
     with pytest.raises(ValueError, match='no sources'):
-        kernel.group_reads([], queries, H)
+        kernel.group_reads([], queries, gates, H)
     for bad in ([sources[0], sources[1].half()], [sources[0], sources[1][..., 1:]], [x[..., 1:] for x in sources]):
         with pytest.raises(ValueError, match='one shape and dtype'):
-            kernel.group_reads(bad, queries, H)
+            kernel.group_reads(bad, queries, gates, H)
+    with pytest.raises(ValueError, match=f'gates must be .{sites},., one a query, not .1,.'):
+        kernel.group_reads(sources, queries, gates[:1], H)
 
 
 @needs_triton
