@@ -323,10 +323,10 @@ def fold(m, l, acc, logit, value):
 @triton.jit(do_not_specialize=["n", "older", "BT"])
 def finish_fwd(X, SRC, R, U, O, LSE, n, older, BT, D: tl.constexpr, H: tl.constexpr, eps, HB: tl.constexpr,
                W: tl.constexpr):
-    """Finish site n for one token, all heads. group_fwd has left the partial read over the `older` sources in O (BT, D),
-    its lse in row n of LSE (N, BT, H); nothing, if older = 0. This folds in the new source X (BT, D) and the sources
-    older .. n-1, through SRC and R (N, BT), with row n of U (N, D). Writes the read and its lse in their places, X's
-    address to SRC, row n of R."""
+    """Finish site n for one token, all heads. group_fwd has left the partial read over sources 0 .. older-1 in
+    O (BT, D), its lse in row n of LSE (N, BT, H); nothing, if older = 0. This folds in the new source X (BT, D) and the
+    sources older .. n-1, through SRC and R (N, BT), with row n of U (N, D). Writes the read and its lse in their
+    places, X's address to SRC, row n of R."""
     BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
     if t == 0:
         tl.store(SRC + n, X.to(tl.int64))
@@ -415,10 +415,11 @@ def group_bwd(SRC, R, UH, UL, GATE, GRAD, LSE, DHR, DX, DC, RDL, first, count, s
               W: tl.constexpr, W2: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, HALVES: tl.constexpr):
     """Sources first .. first+count-1 under the sites split .. stop-1, which all read them; one head of TOKENS tokens.
     Reads the sources through SRC and R, UH, UL as group_fwd does, the read gradients dh (BT, D) through GRAD (N,), LSE
-    and DHR = dh . read (N, BT, H), which it writes instead if these are ALL of the sources. (With a GATE (N,) a read is
-    what it was before its gate, and dh the gradient of what it is after that.) Writes p @ dh + r dl @ u to DX (count, BT, D), the norm's sum of dl * logit to
+    and DHR = dh . read (N, BT, H). Writes p @ dh + r dl @ u to DX (count, BT, D), the norm's sum of dl * logit to
     DC (count, BT, H), r dl to RDL (count, BT, H, NP), where site split is column TILE. P tokens at once share the
-    queries of a tile. Otherwise like group_fwd."""
+    queries of a tile. Otherwise like group_fwd.
+    If these are ALL of the sources, it computes DHR itself and writes it. With a GATE (N,), dh is the gradient of
+    gate * read: p and dl get the gate, and DHR, without it, summed is the gradient of the gate."""
     h, BT64 = tl.program_id(0) % H, tl.cast(BT, tl.int64)
     # as_: (token, source); e: (token, site of the tile); p3, e3, a3: token, site and source, (P, TILE, S)
     e, as_ = tl.arange(0, P * TILE), tl.arange(0, P * S)
@@ -658,13 +659,14 @@ class Tape:
         self.last = last
 
     def row_config(self, warps=1):
-        """The kernels of whole rows: a token a program; a block is 256 numbers, those that a thread loads of one head."""
+        """The kernels of whole rows: a token a program. Warps do not share a head; a block is 256 numbers, and what a
+        thread loads of it is of one head."""
         HB = pow2(self.H)
         return dict(HB=HB, W=min(pow2(self.K), max(1, 256 // HB)), num_warps=min(warps, HB))
 
     def group_configs(self, forward, few=False):
         """The kernels of one head: what is fastest on an H200, then what needs fewer registers, less shared memory.
-        few: of the sources of a tile there are at most half."""
+        few: for at most half a tile of sources."""
         P = TILE // self.S if forward or self.C == 1 else 1
         stages = 3 if self.K <= 128 and not forward else 2
         rest = dict(C=self.C, **blocks(triton.cdiv(self.K, self.C)), S=self.S, TOKENS=TOKENS, HALVES=self.halves,
@@ -868,6 +870,7 @@ class GroupRead(torch.autograd.Function):
 
     @staticmethod
     def reads(s, M, gates):
+        """All N of the tape s, of its M sources, times their gates if there are any: (N, BT, D)."""
         O = s.new(s.N, s.BT, s.D, dtype=s.dtype)
         for first in range(0, s.N, s.S):
             launch_group_fwd(s, O[first], M, first, min(s.S, s.N - first), gates)
@@ -883,15 +886,16 @@ class GroupRead(torch.autograd.Function):
         for i, x in enumerate(sources):
             if x.data_ptr() != ctx.addresses[i]:    # a checkpoint or a hook has put it elsewhere
                 launch_source_norm(s, x, i)
-        if M <= s.S:    # group_bwd sees all sources at once, and makes dh . read from them
+        at_once = M <= s.S
+        if at_once:     # group_bwd computes dh . read
             for n, do in enumerate(s.grads):
                 note[(1,)](do, s.GRAD, n)
-        else:
+        else:           # from the reads, which are not kept
             for n, (do, read) in enumerate(zip(s.grads, GroupRead.reads(s, M, None))):
                 launch_site_dot(s, do, read, n)
         for first in range(0, M, s.S):
             s.DX = s.new(min(s.S, M - first), s.BT, s.D, dtype=s.dtype)
-            launch_group_bwd(s, first, 0, s.gates, M <= s.S)
+            launch_group_bwd(s, first, 0, s.gates, at_once)
             for i in range(first, first + s.DX.size(0)):
                 launch_finish_bwd(s, s.DX, s.DX, i, first, 0)       # split = 0: DO and O are not looked at
             launch_query_grad(s, first, 0)

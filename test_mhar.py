@@ -16,7 +16,9 @@ import subprocess
 import sys
 import threading
 import weakref
+from copy import deepcopy
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 
 if not torch.cuda.is_available():
     os.environ['TRITON_INTERPRET'] = '1'    # Triton looks when it is imported: its kernels then run on the CPU
@@ -469,6 +472,23 @@ def some_queries(N=11, D=32):
 
 def eager_router(q, H):
     return mhar.EagerRouter(q, torch.ones_like(q), H, 1e-6)
+
+
+@pytest.mark.parametrize('form, graphs', [(dict(H=0), 1), (dict(H=2), 2), (dict(H=2, delta_blocks=3), 1)])
+def test_compiled_parts_are_one_graph_for_all_layers(monkeypatch, form, graphs):
+    model, idx = small_model(n_layer=5, **form).float(), tokens(2, 9)
+    compiled = deepcopy(model)
+    counter = CompileCounter()      # keeps the graphs and compiles nothing
+    monkeypatch.setattr(torch, 'compile', partial(torch.compile, backend=counter))
+    torch._dynamo.reset()
+    assert compiled.compile_parts() == (form['H'] == 0)
+    results = []
+    for m in (model, compiled, compiled):
+        loss = m(idx, idx)
+        results.append([loss, *torch.autograd.grad(loss, m.parameters())])
+    assert counter.frame_count == graphs + 1, "and the loss"
+    for got, want in zip(results[2], results[0]):
+        assert (got - want).norm() <= 1e-5 * want.norm()
 
 
 @needs_triton
