@@ -28,7 +28,8 @@ Two operators with one interface, router(source) -> read, a lesson in two steps:
                    source_norm, simple_fwd; push_bwd
     DepthRouter    in groups of S sites
                    source_norm, group_fwd, finish_fwd; site_dot, group_bwd, finish_bwd, query_grad
-and group_reads for the delta form (see model.py), where all sites of a group read the same sources: its simple case.
+and group_reads for the delta form (see model.py), where all sites of a group read the same sources: there is no
+triangle, and the group kernels do it all.
 In the code v is a source and dv its gradient, dh the gradient of a read (DO where it arrives), rdl stands for r dl.
 
     python kernel.py                            the gate, then every arm's times, routing alone and the whole step
@@ -61,7 +62,7 @@ except ImportError as error:
 from model import PRESETS, EagerRouter, Transformer, route, route_weights
 
 # Tuned on one H200. A site costs about N / (2S) rows for its older sources and S / 2 for those of its group.
-S = 8                   # sites (forward) or sources (backward) a group, TILE at most
+S = 8                   # sites (forward) or sources (backward) a group
 TILE = 16               # sources (forward) or sites (backward) a tensor-core tile
 TOKENS = 16             # tokens that a program of the group kernels works through
 PARTS = 64              # partial sums of the query gradient
@@ -80,12 +81,6 @@ def address(table, i, like):
 
 
 # do_not_specialize: or Triton compiles again for n = 1, and for n divisible by 16.
-
-@triton.jit(do_not_specialize=["n"])
-def note(X, TABLE, n):
-    """The address of X to entry n of TABLE."""
-    tl.store(TABLE + n, X.to(tl.int64))
-
 
 @triton.jit(do_not_specialize=["n", "BT"])
 def source_norm(X, SRC, R, n, BT, D: tl.constexpr, eps, WIDTH: tl.constexpr):
@@ -193,7 +188,7 @@ def store(pointer, at, real, row):
 
 @triton.jit
 def both(a, b):
-    return (a & b) != 0     # the interpreter makes integers of a number and a block
+    return (a & b) != 0     # a & b is all in Triton; its interpreter makes integers, no mask, of a number and a block
 
 
 @triton.jit
@@ -355,7 +350,7 @@ def group_fwd(SRC, R, UH, UL, GATE, O, LSE, sources, first, sites, BT, D: tl.con
     Reads the sources (BT, D) through SRC, R (sources, BT), and the queries as UH + UL (N, D), for 16-bit sources in
     two parts (HALVES); at fp32 UH is all. Writes the reads, times their GATE (N,) if there is one, to O (sites, BT, D)
     and their lse to rows first .. of LSE (N, BT, H).
-    Works on P tokens at once: at P = 2 their P S sites are 16 rows, the least that a tensor core multiplies. A head is
+    Works on P tokens at once, so that their P S sites are 16 rows, the least that a tensor core multiplies. A head is
     C chunks of the width, a warp each. One loop goes through (tokens, tile of sources), so that the next tile is on its
     way while this one is worked on, also from one token to the next."""
     h, BT64 = tl.program_id(0) % H, tl.cast(BT, tl.int64)
@@ -484,11 +479,11 @@ def pull(dv, dc, v, r, u, dh, lse, dhr):
 def finish_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, RDL, n, first, split, stop, BT, D: tl.constexpr,
                H: tl.constexpr, NP, HB: tl.constexpr, W: tl.constexpr, TILE: tl.constexpr):
     """Finish source n, of the group that begins with `first`, for one token, all heads. group_bwd has left its gradient
-    under the sites split .. stop-1 in row n - first of DX, DC; nothing, if split = stop. This adds those under sites
-    n .. split-1. If there are any, DO (BT, D), the gradient of read n, has just arrived: its address goes to GRAD (N,),
-    dh . read (the read is O) to row n of DHR. The later ones come through GRAD. Reads source n through SRC, and R, U,
-    LSE, DHR. Writes r dl to columns 0 .. TILE-1 of row n - first of RDL, where site `split` would be column TILE, and
-    the finished gradient to DX."""
+    under the sites split .. stop-1 in row n - first of DX, DC; nothing, if split = stop. This adds what the sites
+    n .. split-1 make of it. If there are any, DO (BT, D), the gradient of read n, has just arrived: its address goes to
+    GRAD (N,), dh . read (the read is O) to row n of DHR. The later ones come through GRAD. Reads source n through SRC,
+    and R, U, LSE, DHR. Writes r dl to columns 0 .. TILE-1 of row n - first of RDL, where site `split` would be column
+    TILE, and the finished gradient to DX."""
     BT, t = tl.cast(BT, tl.int64), tl.program_id(0).to(tl.int64)
     h = tl.arange(0, HB)
     live = h < H
@@ -583,16 +578,17 @@ def check_source(source):
 
 
 class Tape:
-    """What one forward and backward pass keeps: made on the first read, emptied by the last gradient. (State on an
-    autograd context lives as long as somebody holds the loss.)"""
+    """What one forward and backward pass of a router keeps, made on the first read, emptied by the last gradient (state
+    on an autograd context lives as long as somebody holds the loss), or of one group_reads."""
 
     def __init__(self, queries, H, eps, source, group_size, n_source=None):
         self.N, self.D = queries.shape                             # sites, and as many sources if not told otherwise
         self.shape, self.dtype, self.H, self.eps, self.S = source.shape, source.dtype, H, eps, group_size
         self.BT, self.K = source.numel() // self.D, self.D // H
         self.C = pow2(triton.cdiv(self.K, 192))                    # chunks a head, a warp each in the group kernels
-        self.new = lambda *shape, dtype=torch.float32: torch.empty(*shape, device=source.device, dtype=dtype)
-        self.U = queries.detach().float().contiguous()
+        device = source.device
+        self.new = lambda *shape, dtype=torch.float32: torch.empty(*shape, device=device, dtype=dtype)
+        self.U = queries.detach().to(torch.float32, copy=True).contiguous()    # as they are now
         self.halves = source.dtype != torch.float32                # 16-bit matrix products: queries in two parts
         padded = torch.nn.functional.pad(self.U, (0, 0, 0, TILE))  # the last tile may look beyond the end
         self.UH = padded.to(source.dtype)
@@ -621,10 +617,13 @@ class Tape:
         return sites
 
     def group_of_sources(self, n):
-        """First and last source of n's group, in the backward pass: S sources each, 2 .. S + 1 in the newest."""
+        """First and last source of n's group, in the backward pass: S sources each, 2 .. S + 1 in the newest, which
+        takes in what would be a group of one."""
         first = max(0, min(n, self.stop - 2)) // self.S * self.S
         last = first + self.S - 1
-        return first, last if last < self.stop - 2 else self.stop - 1
+        if last >= self.stop - 2:
+            last = self.stop - 1
+        return first, last
 
     def begin_gradient(self, n):
         """Gradients come from the last site that was used down to site 0, once. True for the first to come."""
@@ -666,7 +665,7 @@ class Tape:
 
     def group_configs(self, forward, few=False):
         """The kernels of one head: what is fastest on an H200, then what needs fewer registers, less shared memory.
-        few: for at most half a tile of sources."""
+        few: at most half a tile of sources, so that P tokens have one tile together."""
         P = TILE // self.S if forward or self.C == 1 else 1
         stages = 3 if self.K <= 128 and not forward else 2
         rest = dict(C=self.C, **blocks(triton.cdiv(self.K, self.C)), S=self.S, TOKENS=TOKENS, HALVES=self.halves,
@@ -854,12 +853,21 @@ OPERATORS = {"fused": DepthRouter, "fused_simple": SimpleRouter}
 
 # The delta form: the sites of a group of layers all read the same sources, which exist before the group runs.
 
+@triton.jit(do_not_specialize=["n"])
+def note(X, TABLE, n):
+    """The address of X to entry n of TABLE."""
+    tl.store(TABLE + n, X.to(tl.int64))
+
+
 class GroupRead(torch.autograd.Function):
+    """Groups of S, for 9 to 16 sources of TILE (and then a token at a time): all sources are one group, whose group_bwd
+    computes dh . read. Of more than TILE sources it would see a part: the backward pass reads again, for site_dot."""
+
     @staticmethod
     def forward(ctx, queries, gates, H, eps, *sources):
         sources, M = [aligned(x.detach()) for x in sources], len(sources)
         s = Tape(queries, H, eps, sources[0], TILE if S < M <= TILE else S, M)
-        s.gates = gates.detach().float().contiguous()
+        s.gates = gates.detach().to(torch.float32, copy=True)     # backward wants them as they are now
         for i, x in enumerate(sources):
             launch_source_norm(s, x, i)
         O = GroupRead.reads(s, M, s.gates)
@@ -886,6 +894,7 @@ class GroupRead(torch.autograd.Function):
         for i, x in enumerate(sources):
             if x.data_ptr() != ctx.addresses[i]:    # a checkpoint or a hook has put it elsewhere
                 launch_source_norm(s, x, i)
+                ctx.addresses[i] = x.data_ptr()
         at_once = M <= s.S
         if at_once:     # group_bwd computes dh . read
             for n, do in enumerate(s.grads):
@@ -909,7 +918,8 @@ def group_reads(sources, queries, gates, H, eps=1e-6):
     """
     What N sites that read the same sources read of them, all at once, times the sites' gates. sources: a list of M
     tensors (..., D) of one shape and dtype; queries (N, D) fp32 = query * gain; gates (N,) fp32 -> N tensors (..., D).
-    Differentiable in all three. ValueError if the shapes do not fit or H does not divide D.
+    Differentiable in all three. ValueError if shapes, dtypes or devices do not fit or H does not divide D, RuntimeError
+    for a dtype that the kernels do not take.
     """
     check_queries(queries, H)
     if not sources:
@@ -920,6 +930,8 @@ def group_reads(sources, queries, gates, H, eps=1e-6):
                          f"{queries.size(1)}; they are {sorted({f'{tuple(x.shape)} {x.dtype}' for x in sources})}")
     if gates.shape != queries.shape[:1]:
         raise ValueError(f"depth routing: gates must be ({len(queries)},), one a query, not {tuple(gates.shape)}")
+    if len({x.device for x in (*sources, queries, gates)}) > 1:
+        raise ValueError("depth routing: sources, queries and gates must be on one device")
     return GroupRead.apply(queries, gates, H, eps, *sources)
 
 

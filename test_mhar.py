@@ -26,10 +26,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._dynamo.testing import CompileCounter
 
 if not torch.cuda.is_available():
     os.environ['TRITON_INTERPRET'] = '1'    # Triton looks when it is imported: its kernels then run on the CPU
+
+from torch._dynamo.testing import CompileCounter
 
 import data
 import eval as evaluation
@@ -537,8 +538,26 @@ def test_group_reads_equal_route_in_every_read_and_gradient(M, sites, H, K, T):
         reads = kernel.group_reads(moved, queries, gates, H)
     for x in moved:
         x.data.fill_(math.nan)
+    kept = [x.data.clone() for x in (queries, gates)]
+    queries.data.add_(1)
+    gates.data.add_(1)
     again = torch.autograd.grad(reads[:-1], [*sources, queries, gates], weights[:-1])
-    assert all(torch.equal(a, b) for a, b in zip(again, results[0][sites:]))
+    assert all(torch.equal(a, b) for a, b in zip(again, results[0][sites:])), "of what was read, then"
+    queries.data, gates.data = kept
+    clones = []
+
+    def unpack(x):      # for the first backward pass elsewhere, for the second where it was
+        if len(clones) == M:
+            return x
+        clones.append(x.clone())
+        return clones[-1]
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
+        reads = kernel.group_reads(sources, queries, gates, H)
+    for _ in range(2):
+        again = torch.autograd.grad(reads[:-1], [*sources, queries, gates], weights[:-1], retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(again, results[0][sites:]))
+        for x in clones:
+            x.fill_(math.nan)
     with pytest.raises(ValueError, match='multiple of H > 0, .* with H = 3'):
         kernel.group_reads(sources, queries, gates, 3)
     with pytest.raises(ValueError, match='no sources'):
@@ -548,6 +567,8 @@ def test_group_reads_equal_route_in_every_read_and_gradient(M, sites, H, K, T):
             kernel.group_reads(bad, queries, gates, H)
     with pytest.raises(ValueError, match=f'gates must be .{sites},., one a query, not .1,.'):
         kernel.group_reads(sources, queries, gates[:1], H)
+    with pytest.raises(ValueError, match='one device'):
+        kernel.group_reads(sources, queries, gates.to('meta'), H)
 
 
 @needs_triton
