@@ -3,7 +3,8 @@ Look at trained models. RUN is what train.py wrote: a folder with ckpt.pt and lo
 
     python eval.py val RUN                          validation loss, nats per token and bits per byte
     python eval.py sample RUN --prompt "def main("  text, continued from the prompt
-    python eval.py compare RUN RUN ...              a table, each delta to the first RUN with its paired standard error
+    python eval.py compare RUN RUN ...              a table, each delta to the first RUN with its paired standard error;
+                                                    a RUN that it has seen may later lack its ckpt.pt
     python eval.py probe RUN                        what the routing reads: numbers in RUN/probe.json, maps in probe.png
     python eval.py tasks RUN --tasks hellaswag,...  downstream tasks, item by item in RUN/tasks; --task-file: from files
     python eval.py ceg RUN RUN ...                  compute-equivalent gain: what the gain is worth in training compute
@@ -212,36 +213,65 @@ def sample(args, device):
         print(f"(stopped at block_size = {block_size} tokens)", file=sys.stderr)
 
 
+def compared(run, args, device):
+    """
+    What compare has to know of RUN: a dictionary with its losses, a list. It stays in RUN/val.json (with --ema, in
+    val-ema.json), and is read from there where RUN has no checkpoint: a published run is its logs alone.
+    """
+    path = Path(run, 'val-ema.json' if args.ema else 'val.json')
+    known = ('step', 'tokens', 'batch_hash', 'tokenizer')
+    if path.exists() and not Path(run, 'ckpt.pt').exists():
+        try:
+            record = json.loads(path.read_text())
+            windows, data_folder = record['windows'], record['data']
+            [record[key] for key in ('H', 'params', 'block_size', *known)], torch.tensor(record['losses']).mean()
+        except (ValueError, LookupError, TypeError) as error:
+            raise EvalError(f"{path} is damaged, and {run} has no checkpoint to make it from") from error
+        if args.windows != windows or args.data not in (None, data_folder):
+            raise EvalError(f"{run} has no checkpoint: its losses are those of --windows={windows} "
+                            f"--data={data_folder}")
+        return record
+    model, checkpoint, windows, indices, losses = run_losses(run, args, device)
+    record = {'H': model.config.H, 'params': sum(model.count_parameters()), **{key: checkpoint[key] for key in known},
+              'data': folder_of(checkpoint, args), 'windows': args.windows, 'block_size': windows.block_size,
+              'losses': [round(loss, 6) for loss in losses.tolist()]}
+    whole = path.with_suffix('.tmp')
+    whole.write_text(json.dumps(record) + '\n')
+    os.replace(whole, path)
+    return record
+
+
 def compare(args, device):
     rows, steps, first = [], [], None
     if not args.png.lower().endswith('.png') or not Path(args.png).parent.is_dir():
         raise EvalError(f"--png={args.png}: must be a name that ends in .png, in a folder that exists")
     for run in args.runs:
-        model, checkpoint, windows, indices, losses = run_losses(run, args, device)
-        setting = (checkpoint['tokenizer'], windows.block_size, folder_of(checkpoint, args))
+        record = compared(run, args, device)
+        losses, step = torch.tensor(record['losses']), record['step']
+        setting = tuple(record[key] for key in ('tokenizer', 'block_size', 'data'))
         first = first or (setting, losses)
         if setting != first[0]:
             raise EvalError(f"{run} and {args.runs[0]} cannot be paired: they have (tokenizer, block_size, data) = "
                             f"{setting} and {first[0]}" + ("; --data can name one dataset for all"
                                                            if setting[:2] == first[0][:2] else ''))
-        train = [r for r in read_log(run) if r['kind'] == 'train' and r['step'] <= checkpoint['step']]
+        train = [r for r in read_log(run) if r['kind'] == 'train' and r['step'] <= step]
         if not train:
             raise EvalError(f"{run}/log.jsonl has no record of the training up to the checkpoint")
-        steps.append(checkpoint['step'])
+        steps.append(step)
         delta = losses - first[1]
         rows.append({
-            'run': run, 'H': str(model.config.H), 'params': f'{sum(model.count_parameters()) / 1e6:.2f}M',
-            'tokens': f"{checkpoint['tokens'] / 1e6:.1f}M", 'val loss': f'{losses.double().mean():.4f}',
+            'run': run, 'H': str(record['H']), 'params': f"{record['params'] / 1e6:.2f}M",
+            'tokens': f"{record['tokens'] / 1e6:.1f}M", 'val loss': f'{losses.double().mean():.4f}',
             'delta': '' if run == args.runs[0] else f'{delta.double().mean():+.4f}',
             '+- s.e.': '' if run == args.runs[0] else f'{standard_error(delta):.4f}',
             # the first record holds compilation and warm-up
             'tok/s': f"{statistics.median(r['tokens_per_s'] for r in train[1:] or train):,.0f}",
-            'GiB': f"{max(r['memory_gib'] for r in train):.2f}", 'batches': f"{checkpoint['batch_hash']:x}"})
+            'GiB': f"{max(r['memory_gib'] for r in train):.2f}", 'batches': f"{record['batch_hash']:x}"})
     widths = {key: max(len(key), *(len(row[key]) for row in rows)) for key in rows[0]}
     for row in [dict(zip(widths, widths))] + rows:
         print('  '.join(f'{row[key]:<{width}}' if key == 'run' else f'{row[key]:>{width}}'
                         for key, width in widths.items()))
-    print(f"{len(indices)} windows of {windows.block_size} tokens; delta to the first run, paired over windows. "
+    print(f"{len(losses)} windows of {record['block_size']} tokens; delta to the first run, paired over windows. "
           f"Equal 'batches' = trained on the same batches.")
     plot_curves(args.runs, args.png)
     compare_tasks(args.runs, steps, args.ema)

@@ -1570,6 +1570,32 @@ def test_compare_pairs_the_runs(runs, tmp_path, capsys):
     assert f'{difference.std(ddof=1) / len(difference) ** 0.5:.4f}' in mhar_row
 
 
+def test_compare_reads_what_it_left_of_a_run_without_its_checkpoint(runs, tmp_path, capsys):
+    run_eval('compare', *runs, '--windows=8', f'--png={tmp_path}/curves.png')
+    want = capsys.readouterr().out
+    bare = [tmp_path / Path(run).name for run in runs]
+    for run, folder in zip(runs, bare):
+        folder.mkdir()
+        for name in ('log.jsonl', 'val.json'):
+            shutil.copy(Path(run, name), folder)
+    run_eval('compare', *map(str, bare), '--windows=8', f'--png={tmp_path}/curves.png')
+    got = capsys.readouterr().out
+    assert [line.split()[1:] for line in got.splitlines()] == [line.split()[1:] for line in want.splitlines()]
+    run_eval('compare', runs[0], str(bare[1]), '--windows=8', f'--png={tmp_path}/curves.png')
+    assert capsys.readouterr().out.splitlines()[2].split()[1:] == want.splitlines()[2].split()[1:], "beside a whole one"
+    for flags, words in ((['--windows=4'], 'no checkpoint: its losses are those of --windows=8'),
+                         (['--windows=8', '--data=elsewhere'], 'those of --windows=8 --data='),
+                         (['--windows=8', '--ema'], 'there is no')):
+        with pytest.raises(SystemExit) as end:
+            run_eval('compare', *map(str, bare), *flags)
+        assert end.value.code == 2 and words in capsys.readouterr().err
+    for damage in ('', '{}', json.dumps(json.loads((bare[1] / 'val.json').read_text()) | {'losses': ['x']})):
+        (bare[1] / 'val.json').write_text(damage)
+        with pytest.raises(SystemExit) as end:
+            run_eval('compare', *map(str, bare), '--windows=8')
+        assert end.value.code == 2 and 'val.json is damaged' in capsys.readouterr().err
+
+
 def test_sample_is_repeatable_and_continues_the_prompt(runs, capsys):
     for seed in (0, 0, 1):
         run_eval('sample', runs[1], '--prompt=def ', '--tokens=12', f'--seed={seed}')
