@@ -62,7 +62,7 @@ except ImportError as error:
 from model import PRESETS, EagerRouter, Transformer, route, route_weights
 
 # Tuned on one H200. A site costs about N / (2S) rows for its older sources and S / 2 for those of its group.
-S = 8                   # sites (forward) or sources (backward) a group
+S = 8                   # sites (forward) or sources (backward) a group; a power of two below TILE
 TILE = 16               # sources (forward) or sites (backward) a tensor-core tile
 TOKENS = 16             # tokens that a program of the group kernels works through
 PARTS = 64              # partial sums of the query gradient
