@@ -214,6 +214,13 @@ class ShardWriter:
         self.file, self.shards = None, self.shards + 1
 
 
+def write_whole(path, text):
+    """The text to a file, in one step: who reads it, or crashes while writing, finds the old file or the new one."""
+    part = Path(f"{path}.tmp")
+    part.write_text(text)
+    os.replace(part, path)
+
+
 def write_meta(folder, tokenizer, vocab_size):
     """Counts the tokens in the shards and writes meta.json: the last step in making a dataset."""
     meta = {"tokenizer": tokenizer, "vocab_size": vocab_size}
@@ -223,9 +230,7 @@ def write_meta(folder, tokenizer, vocab_size):
         Path(folder, meta["tokenizer"]).write_bytes(path.read_bytes())
     for split in ("train", "val"):
         meta[f"{split}_tokens"] = sum(len(open_shard(path)) for path in list_shards(folder, split))
-    temp = Path(folder, "meta.json.tmp")
-    temp.write_text(json.dumps(meta, indent=2) + "\n")
-    os.replace(temp, Path(folder, "meta.json"))
+    write_whole(Path(folder, "meta.json"), json.dumps(meta, indent=2) + "\n")
 
 
 def read_meta(folder):

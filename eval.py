@@ -17,7 +17,6 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import re
 import statistics
 import sys
@@ -235,9 +234,7 @@ def compared(run, args, device):
     record = {'H': model.config.H, 'params': sum(model.count_parameters()), **{key: checkpoint[key] for key in known},
               'data': folder_of(checkpoint, args), 'windows': args.windows, 'block_size': windows.block_size,
               'losses': [round(loss, 6) for loss in losses.tolist()]}
-    whole = path.with_suffix('.tmp')
-    whole.write_text(json.dumps(record) + '\n')
-    os.replace(whole, path)
+    data.write_whole(path, json.dumps(record) + '\n')
     return record
 
 
@@ -388,7 +385,7 @@ def probe(args, device):
         numbers['deviation'] = (sum(deviations) / 2).abs().max().item()
         print(f"heads differ from their mean by up to {numbers['deviation']:.3f}; the deviations on two disjoint "
               f"halves of the windows correlate at {numbers['replication']:.3f}")
-    Path(args.run, 'probe.json').write_text(json.dumps(numbers) + '\n')
+    data.write_whole(Path(args.run, 'probe.json'), json.dumps(numbers) + '\n')
     draw_weights(weights, numbers['entropy'], Path(args.run, 'probe.png'))
 
 
@@ -752,11 +749,10 @@ def tasks(args, device):
     scorer = Scorer(model, tokenizer, checkpoint['flags']['dtype'], args.batch_tokens)
 
     def save(name, rows):
-        whole = results_folder(args.run, args.ema) / f'{name}.tmp'
-        whole.parent.mkdir(exist_ok=True)
+        folder = results_folder(args.run, args.ema)
+        folder.mkdir(exist_ok=True)
         header = {'task': name, 'step': checkpoint['step'], 'items': len(rows)}
-        whole.write_text('\n'.join(map(json.dumps, [header, *rows])) + '\n')
-        os.replace(whole, whole.with_suffix('.jsonl'))
+        data.write_whole(folder / f'{name}.jsonl', '\n'.join(map(json.dumps, [header, *rows])) + '\n')
         print(f"{name}, {len(rows):,} items: " + ', '.join(describe(metric, *columns(rows, metric))
                                                            for metric in rows[0]['scores']), flush=True)
     if args.tasks:

@@ -520,7 +520,8 @@ def test_a_fused_model_equals_an_eager_one(name, form):
 
 
 @needs_triton
-@pytest.mark.parametrize('M, sites, H, K, T', [(2, 3, 2, 16, 1), (9, 10, 2, 20, 3), (3, 2, 1, 200, 3), (17, 2, 1, 16, 1)])
+@pytest.mark.parametrize('M, sites, H, K, T', [(2, 3, 2, 16, 1), (9, 10, 2, 20, 3), (3, 2, 1, 200, 3),
+                                               (17, 2, 1, 16, 1)])
 def test_group_reads_equal_route_in_every_read_and_gradient(M, sites, H, K, T):
     g = torch.Generator().manual_seed(0)
     sources = [torch.randn(1, T, H * K, generator=g).to(DEVICE).requires_grad_() for _ in range(M)]

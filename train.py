@@ -362,9 +362,7 @@ class Log:
         self.flags, kept, path = flags, [], Path(flags.out, 'log.jsonl')
         if resumed_step is not None and path.exists():      # what came after the checkpoint will happen again: drop it
             kept = [record for record in read_log(flags.out) if record['step'] <= resumed_step]
-        temporary = path.with_suffix('.tmp')
-        temporary.write_text(''.join(json.dumps(record) + '\n' for record in kept))
-        os.replace(temporary, path)
+        data.write_whole(path, ''.join(json.dumps(record) + '\n' for record in kept))
         self.file = open(path, 'a', buffering=1)
         self.wandb = None
         if flags.wandb:
