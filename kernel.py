@@ -1041,7 +1041,7 @@ def check(cases="all"):
 
 SEQUENCES = {"100m": 32, "350m": 32, "1b": 16}      # of a step
 STEPS = 4               # between waits
-ARMS = ("plain", "eager", "compiled eager", "fused_simple", "fused")
+ARMS = ("plain", "eager", "compiled eager", "fused_simple", "fused", "delta")
 
 
 def new_router(arm, queries, H):
@@ -1133,7 +1133,7 @@ def bench_routing(preset, arms, copy, rounds):
 
     def training(arm, H):
         torch.autograd.grad(forward(arm, H), [*sources, queries], weights)
-    runs = [(arm, H) for arm in arms if arm != "plain"] + [("fused", 1)] * ("fused" in arms)
+    runs = [(arm, H) for arm in arms if arm not in ("plain", "delta")] + [("fused", 1)] * ("fused" in arms)
     fwd, both = (medians({key: functools.partial(f, *key) for key in runs}, rounds) for f in (inference, training))
     records = []
     for arm, heads in runs:
@@ -1147,14 +1147,14 @@ def bench_routing(preset, arms, copy, rounds):
 
 
 def bench_step(preset, arms, rounds):
-    """The whole training step, bf16 and compiled, of the model with H = KV (fused also with 1), beside the plain one.
-    -> records"""
+    """The whole training step, bf16 and compiled, of the model with H = KV (fused also with 1; delta: in delta form, 8
+    groups), beside the plain one. -> records"""
     def prepare(arm, H):
         torch.manual_seed(0)
-        config = replace(PRESETS[preset], H=H)
+        config = replace(PRESETS[preset], H=H, delta_blocks=8 if arm == "delta" else 0)
         with torch.device("cuda"):
             model = Transformer(config)
-        if arm != "plain":
+        if arm not in ("plain", "delta"):
             model.new_router = lambda x: new_router(arm, model.queries * model.gains, H)
         model.compile_parts()
         optimizer = torch.optim.AdamW(model.parameter_groups(0.1), lr=1e-4, fused=True)
