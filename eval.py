@@ -221,14 +221,14 @@ def compared(run, args, device):
     known = ('step', 'tokens', 'batch_hash', 'tokenizer')
     if path.exists() and not Path(run, 'ckpt.pt').exists():
         try:
-            record = json.loads(path.read_text())
-            windows, data_folder = record['windows'], record['data']
-            [record[key] for key in ('H', 'params', 'block_size', *known)], torch.tensor(record['losses']).mean()
+            saved = json.loads(path.read_text())
+            record = {key: saved[key] for key in ('H', 'params', *known, 'data', 'windows', 'block_size', 'losses')}
+            torch.tensor(record['losses']).mean()       # numbers, all of them
         except (ValueError, LookupError, TypeError) as error:
             raise EvalError(f"{path} is damaged, and {run} has no checkpoint to make it from") from error
-        if args.windows != windows or args.data not in (None, data_folder):
-            raise EvalError(f"{run} has no checkpoint: its losses are those of --windows={windows} "
-                            f"--data={data_folder}")
+        if args.windows != record['windows'] or args.data not in (None, record['data']):
+            raise EvalError(f"{run} has no checkpoint: its losses are those of --windows={record['windows']} "
+                            f"--data={record['data']}")
         return record
     model, checkpoint, windows, indices, losses = run_losses(run, args, device)
     record = {'H': model.config.H, 'params': sum(model.count_parameters()), **{key: checkpoint[key] for key in known},

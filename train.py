@@ -517,9 +517,9 @@ def start(flags, saved, rank, world, device):
         run.loader.batch_hash = saved['batch_hash'] if rank == 0 else 0     # the ranks' hashes add up
     run.say(description)
     if flags.compile:
-        # FSDP gathers before sublayers, so these compile each on its own. Its hooks stay outside of the graphs, whichever
-        # comes first. optimize_ddp cuts graphs up where a bucket of DDP's is full, so that gradients travel while the
-        # backward pass goes on: one graph of the whole model needs that, separate sublayers do not.
+        # FSDP gathers before sublayers, so these compile each on its own. Its hooks stay outside of the graphs,
+        # whichever comes first. optimize_ddp cuts graphs up where a bucket of DDP's is full, so that gradients travel
+        # while the backward pass goes on: one graph of the whole model needs that, separate sublayers do not.
         torch._dynamo.config.optimize_ddp = model.compile_parts(whole=not flags.fsdp)
     if rank == 0:
         Path(flags.out).mkdir(parents=True, exist_ok=True)
