@@ -214,15 +214,16 @@ def sample(args, device):
 
 def compared(run, args, device):
     """
-    What compare has to know of RUN: a dictionary with its losses, a list. It stays in RUN/val.json (with --ema, in
-    val-ema.json), and is read from there where RUN has no checkpoint: a published run is its logs alone.
+    What compare and ceg have to know of RUN: a dictionary with its losses, a list. It stays in RUN/val.json (with
+    --ema, in val-ema.json), and is read from there where RUN has no checkpoint: a published run is its logs alone.
     """
     path = Path(run, 'val-ema.json' if args.ema else 'val.json')
     known = ('step', 'tokens', 'batch_hash', 'tokenizer')
     if path.exists() and not Path(run, 'ckpt.pt').exists():
         try:
             saved = json.loads(path.read_text())
-            record = {key: saved[key] for key in ('H', 'params', *known, 'data', 'windows', 'block_size', 'losses')}
+            record = {key: saved[key] for key in ('H', 'params', 'flops_per_token', *known, 'data', 'windows',
+                                                  'block_size', 'losses')}
             torch.tensor(record['losses']).mean()       # numbers, all of them
         except (ValueError, LookupError, TypeError) as error:
             raise EvalError(f"{path} is damaged, and {run} has no checkpoint to make it from") from error
@@ -231,15 +232,15 @@ def compared(run, args, device):
                             f"--data={record['data']}")
         return record
     model, checkpoint, windows, indices, losses = run_losses(run, args, device)
-    record = {'H': model.config.H, 'params': sum(model.count_parameters()), **{key: checkpoint[key] for key in known},
-              'data': folder_of(checkpoint, args), 'windows': args.windows, 'block_size': windows.block_size,
-              'losses': [round(loss, 6) for loss in losses.tolist()]}
+    record = {'H': model.config.H, 'params': sum(model.count_parameters()), 'flops_per_token': model.flops_per_token(),
+              **{key: checkpoint[key] for key in known}, 'data': folder_of(checkpoint, args), 'windows': args.windows,
+              'block_size': windows.block_size, 'losses': [round(loss, 6) for loss in losses.tolist()]}
     data.write_whole(path, json.dumps(record) + '\n')
     return record
 
 
 def compare(args, device):
-    rows, steps, first = [], [], None
+    rows, steps, tails, first = [], [], [], None
     if not args.png.lower().endswith('.png') or not Path(args.png).parent.is_dir():
         raise EvalError(f"--png={args.png}: must be a name that ends in .png, in a folder that exists")
     for run in args.runs:
@@ -251,10 +252,13 @@ def compare(args, device):
             raise EvalError(f"{run} and {args.runs[0]} cannot be paired: they have (tokenizer, block_size, data) = "
                             f"{setting} and {first[0]}" + ("; --data can name one dataset for all"
                                                            if setting[:2] == first[0][:2] else ''))
-        train = [r for r in read_log(run) if r['kind'] == 'train' and r['step'] <= step]
+        log = [r for r in read_log(run) if r['step'] <= step]
+        train = [r for r in log if r['kind'] == 'train']
         if not train:
             raise EvalError(f"{run}/log.jsonl has no record of the training up to the checkpoint")
         steps.append(step)
+        tail = [r['val_loss'] for r in log if r['kind'] in ('val', 'final')][-4:]
+        tails.append(f'{statistics.mean(tail):.4f}' if tail else '-')
         delta = losses - first[1]
         rows.append({
             'run': run, 'H': str(record['H']), 'params': f"{record['params'] / 1e6:.2f}M",
@@ -269,29 +273,36 @@ def compare(args, device):
         print('  '.join(f'{row[key]:<{width}}' if key == 'run' else f'{row[key]:>{width}}'
                         for key, width in widths.items()))
     print(f"{len(losses)} windows of {record['block_size']} tokens; delta to the first run, paired over windows. "
-          f"Equal 'batches' = trained on the same batches.")
+          f"Equal 'batches' = trained on the same batches.\n"
+          f"Mean of the last 4 evaluations in each log, over its windows: {', '.join(tails)}")
     plot_curves(args.runs, args.png)
     compare_tasks(args.runs, steps, args.ema)
 
 
 def plot_curves(runs, png):
-    """Training loss (lines) and validation loss (dots) of each run over its steps."""
+    """Training loss (lines) and validation loss (dots) of each run over its steps, and how the latter differ."""
     plt = import_pyplot()
     if plt is None:
         print("no picture of the loss curves: pip install matplotlib")
         return
-    figure, axes = plt.subplots(figsize=(7, 4.5))
+    figure, (curves, differences) = plt.subplots(1, 2, figsize=(11, 4.5), layout='constrained')
+    first = None
     for run in runs:
         log = read_log(run)
         train = [(r['step'], r['loss']) for r in log if r['kind'] == 'train']
-        line, = axes.plot(*zip(*train), linewidth=1, alpha=0.6, label=run)
-        validated = [(r['step'], r['val_loss']) for r in log if r['kind'] in ('val', 'final')]
-        if validated:
-            axes.plot(*zip(*validated), 'o-', color=line.get_color(), markersize=4, label=f'{run}, validation')
-    axes.set(xlabel='step', ylabel='loss (nats per token)')
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(png, dpi=150, bbox_inches='tight')
+        line, = curves.plot(*zip(*train), linewidth=1, alpha=0.6, label=run)
+        validated = {r['step']: r['val_loss'] for r in log if r['kind'] in ('val', 'final')}
+        first = first or validated
+        both = [step for step in validated if step in first]
+        style = dict(color=line.get_color(), markersize=4)
+        curves.plot(list(validated), list(validated.values()), 'o-', **style)
+        differences.plot(both, [validated[step] - first[step] for step in both], 'o-', **style)
+    curves.set(xlabel='step', ylabel='loss (nats per token; dots are validation)')
+    differences.set(xlabel='step', ylabel=f'validation loss - that of {runs[0]}')
+    curves.legend()
+    for axes in (curves, differences):
+        axes.grid(alpha=0.3)
+    figure.savefig(png, dpi=110)
     print(f"loss curves: {png}")
 
 
@@ -415,9 +426,9 @@ def draw_weights(weights, entropy, png):
         if H > 1:
             change = grid[1][h].imshow(spread[h].numpy(), vmin=-limit, vmax=limit, cmap='RdBu_r')
             grid[1][h].set(xlabel='source', ylabel='site' if h == 0 else '')
-    figure.colorbar(image, ax=grid[0][:H].tolist(), label='weight')
+    figure.colorbar(image, ax=grid[0][:H].tolist(), label='weight', pad=0.04 / H)
     if H > 1:
-        figure.colorbar(change, ax=grid[1][:H].tolist(), label='weight - mean of heads')
+        figure.colorbar(change, ax=grid[1][:H].tolist(), label='weight - mean of heads', pad=0.04 / H)
         grid[1][H].axis('off')
     for h in range(H):
         grid[0][H].plot([site[h] for site in entropy], label=f'head {h}' if H > 1 else 'AttnRes')
@@ -844,11 +855,11 @@ def gains(flops, losses, plain, alpha=None):
 def ceg(args, device):
     flops, losses, plain, settings = [], [], [], set()
     for run in args.runs:
-        model, checkpoint, windows, indices, nats = run_losses(run, args, device)
-        flops.append(float(model.flops_per_token() * checkpoint['tokens']))
-        losses.append(nats.double().numpy())
-        plain.append(model.config.H == 0)
-        settings.add((checkpoint['tokenizer'], folder_of(checkpoint, args)))
+        record = compared(run, args, device)
+        flops.append(float(record['flops_per_token'] * record['tokens']))
+        losses.append(np.array(record['losses']))
+        plain.append(record['H'] == 0)
+        settings.add((record['tokenizer'], record['data']))
     flops, plain = np.array(flops), np.array(plain)
     computes = len(set(flops[plain]))
     if len(settings) > 1:

@@ -1556,8 +1556,10 @@ def test_two_evaluations_are_equal_and_agree_with_training(runs, capsys):
 
 def test_compare_pairs_the_runs(runs, tmp_path, capsys):
     run_eval('compare', *runs, '--windows=64', f'--png={tmp_path}/curves.png')
-    header, plain, mhar_row, note, *_ = capsys.readouterr().out.splitlines()
+    header, plain, mhar_row, note, tails, *_ = capsys.readouterr().out.splitlines()
     assert header.split()[:2] == ['run', 'H'] and plain.split()[1] == '0' and mhar_row.split()[1] == '2'
+    validated = [[r['val_loss'] for r in evaluation.read_log(run) if 'val_loss' in r] for run in runs]
+    assert len(validated[0]) > 4 and tails.endswith(', '.join(f'{np.mean(losses[-4:]):.4f}' for losses in validated))
     assert plain.split()[-1] == mhar_row.split()[-1], "trained on the same batches"
     device = torch.device('cpu')
     differences = []
@@ -1981,7 +1983,7 @@ def test_the_papers_gains_follow_from_its_losses():
     assert -np.polyfit(np.log(flops[:3]), np.log(losses[:3]), 1)[0] == pytest.approx(0.058, abs=0.001)
 
 
-def test_ceg_says_when_it_cannot_and_takes_an_alpha(runs, capsys):
+def test_ceg_says_when_it_cannot_and_takes_an_alpha(runs, tmp_path, capsys):
     with pytest.raises(SystemExit):
         run_eval('ceg', *runs, '--windows=4')
     assert 'three or more' in capsys.readouterr().err
@@ -1997,3 +1999,9 @@ def test_ceg_says_when_it_cannot_and_takes_an_alpha(runs, capsys):
     gain = (loss[0] / loss[1]) ** 10 * C[0] / C[1]
     low, high = map(float, printed.split(f'gain {gain:.2f}x [')[1].split(']')[0].split(', '))
     assert low < gain < high and 'assumed' in printed
+    bare = [tmp_path / Path(run).name for run in runs]
+    for run, folder in zip(runs, bare):
+        folder.mkdir()
+        shutil.copy(Path(run, 'val.json'), folder)
+    run_eval('ceg', *map(str, bare), '--windows=8', '--alpha=0.1')
+    assert capsys.readouterr().out.replace(str(tmp_path), str(Path(runs[0]).parent)) == printed, "without checkpoints"
