@@ -1599,6 +1599,28 @@ def test_compare_reads_what_it_left_of_a_run_without_its_checkpoint(runs, tmp_pa
         assert end.value.code == 2 and 'val.json is damaged' in capsys.readouterr().err
 
 
+def test_the_readmes_results_are_those_of_the_published_logs():
+    readme, folder = (Path(__file__).parent / name for name in ('README.md', 'assets/runs'))
+    section = readme.read_text(encoding='utf-8').split('\n## Results\n')[1].split('\n## ')[0]
+    losses, batches = {}, {}
+    for path in folder.glob('*/val.json'):
+        record = json.loads(path.read_text())
+        losses[path.parent.name] = torch.tensor(record['losses'], dtype=torch.float64)
+        last = [r for r in evaluation.read_log(path.parent) if r['kind'] == 'train'][-1]
+        assert (last['step'], last['batch_hash']) == (record['step'], record['batch_hash']), path
+        batches[path.parent.name] = record['batch_hash']
+    pairs = [('100m-H0', '100m-H1'), ('100m-H0', '100m-H4'), ('100m-H1', '100m-H4'), ('100m-H0', '100m-H1-random'),
+             ('100m-H0-seed2', '100m-H1-seed2'), ('100m-H0-seed2', '100m-H4-seed2'),
+             ('100m-H1-seed2', '100m-H4-seed2'), ('350m-H0', '350m-H1'), ('350m-H0', '350m-H8'),
+             ('350m-H1', '350m-H8'), ('1b-H0', '1b-H8')]
+    for base, run in pairs:
+        delta = losses[run] - losses[base]
+        assert batches[run] == batches[base], f"{run} and {base} saw other batches"
+        assert f'| {delta.mean():+.4f} +- {evaluation.standard_error(delta):.4f} |' in section, (base, run)
+    for base in {base for base, _ in pairs if '-H0' in base}:
+        assert f'| {losses[base].mean():.4f} |' in section, base
+
+
 def test_sample_is_repeatable_and_continues_the_prompt(runs, capsys):
     for seed in (0, 0, 1):
         run_eval('sample', runs[1], '--prompt=def ', '--tokens=12', f'--seed={seed}')
