@@ -292,7 +292,7 @@ def plot_curves(runs, png):
         train = [(r['step'], r['loss']) for r in log if r['kind'] == 'train']
         line, = curves.plot(*zip(*train), linewidth=1, alpha=0.6, label=run)
         validated = {r['step']: r['val_loss'] for r in log if r['kind'] in ('val', 'final')}
-        first = first or validated
+        first = validated if first is None else first
         both = [step for step in validated if step in first]
         style = dict(color=line.get_color(), markersize=4)
         curves.plot(list(validated), list(validated.values()), 'o-', **style)

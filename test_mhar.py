@@ -1612,7 +1612,7 @@ def test_the_readmes_results_are_those_of_the_published_logs():
     pairs = [('100m-H0', '100m-H1'), ('100m-H0', '100m-H4'), ('100m-H1', '100m-H4'), ('100m-H0', '100m-H1-random'),
              ('100m-H0-seed2', '100m-H1-seed2'), ('100m-H0-seed2', '100m-H4-seed2'),
              ('100m-H1-seed2', '100m-H4-seed2'), ('350m-H0', '350m-H1'), ('350m-H0', '350m-H8'),
-             ('350m-H1', '350m-H8'), ('1b-H0', '1b-H8')]
+             ('350m-H1', '350m-H8'), ('1b-H0', '1b-H8'), ('heads-H0', 'heads-H1')]
     for base, run in pairs:
         delta = losses[run] - losses[base]
         assert batches[run] == batches[base], f"{run} and {base} saw other batches"
