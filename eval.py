@@ -39,7 +39,9 @@ def read_checkpoint(run):
     """RUN -> the dictionary that train.py saved, on the CPU."""
     path = Path(run, 'ckpt.pt')
     if not path.exists():
-        raise EvalError(f"there is no {path}; a run is a folder that train.py wrote")
+        why = ("compare and ceg do without where RUN has a val.json, nothing else does"
+               if Path(run, 'log.jsonl').exists() else "a run is a folder that train.py wrote")
+        raise EvalError(f"there is no {path}; {why}")
     try:
         # Mapped, not read: all processes of a machine share it, and what nobody looks at never leaves the disk.
         checkpoint = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
