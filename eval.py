@@ -242,7 +242,7 @@ def compared(run, args, device):
 
 
 def compare(args, device):
-    rows, steps, tails, first = [], [], [], None
+    rows, steps, logs, tails, first = [], [], [], [], None
     if not args.png.lower().endswith('.png') or not Path(args.png).parent.is_dir():
         raise EvalError(f"--png={args.png}: must be a name that ends in .png, in a folder that exists")
     for run in args.runs:
@@ -254,12 +254,13 @@ def compare(args, device):
             raise EvalError(f"{run} and {args.runs[0]} cannot be paired: they have (tokenizer, block_size, data) = "
                             f"{setting} and {first[0]}" + ("; --data can name one dataset for all"
                                                            if setting[:2] == first[0][:2] else ''))
-        log = [r for r in read_log(run) if r['step'] <= step]
+        logs.append(read_log(run))
+        log = [r for r in logs[-1] if r['step'] <= step]
         train = [r for r in log if r['kind'] == 'train']
         if not train:
             raise EvalError(f"{run}/log.jsonl has no record of the training up to the checkpoint")
         steps.append(step)
-        tail = [r['val_loss'] for r in log if r['kind'] in ('val', 'final')][-4:]
+        tail = list(evaluations(log).values())[-4:]
         tails.append(f'{statistics.mean(tail):.4f}' if tail else '-')
         delta = losses - first[1]
         rows.append({
@@ -277,24 +278,27 @@ def compare(args, device):
     print(f"{len(losses)} windows of {record['block_size']} tokens; delta to the first run, paired over windows. "
           f"Equal 'batches' = trained on the same batches.\n"
           f"Mean of the last 4 evaluations in each log, over its windows: {', '.join(tails)}")
-    plot_curves(args.runs, args.png)
+    plot_curves(args.runs, logs, args.png)
     compare_tasks(args.runs, steps, args.ema)
 
 
-def plot_curves(runs, png):
+def evaluations(log):
+    """A run's log -> {step: validation loss}"""
+    return {r['step']: r['val_loss'] for r in log if r['kind'] in ('val', 'final')}
+
+
+def plot_curves(runs, logs, png):
     """Training loss (lines) and validation loss (dots) of each run over its steps, and how the latter differ."""
     plt = import_pyplot()
     if plt is None:
         print("no picture of the loss curves: pip install matplotlib")
         return
     figure, (curves, differences) = plt.subplots(1, 2, figsize=(11, 4.5), layout='constrained')
-    first = None
-    for run in runs:
-        log = read_log(run)
+    first = evaluations(logs[0])
+    for run, log in zip(runs, logs):
         train = [(r['step'], r['loss']) for r in log if r['kind'] == 'train']
         line, = curves.plot(*zip(*train), linewidth=1, alpha=0.6, label=run)
-        validated = {r['step']: r['val_loss'] for r in log if r['kind'] in ('val', 'final')}
-        first = validated if first is None else first
+        validated = evaluations(log)
         both = [step for step in validated if step in first]
         style = dict(color=line.get_color(), markersize=4)
         curves.plot(list(validated), list(validated.values()), 'o-', **style)

@@ -1573,14 +1573,17 @@ def test_compare_pairs_the_runs(runs, tmp_path, capsys):
     assert f'{difference.std(ddof=1) / len(difference) ** 0.5:.4f}' in mhar_row
 
 
+def without_checkpoints(runs, folder):
+    """Copies of the runs, as they are published."""
+    for run in runs:
+        shutil.copytree(run, folder / Path(run).name, ignore=shutil.ignore_patterns('ckpt.pt'))
+    return [folder / Path(run).name for run in runs]
+
+
 def test_compare_reads_what_it_left_of_a_run_without_its_checkpoint(runs, tmp_path, capsys):
     run_eval('compare', *runs, '--windows=8', f'--png={tmp_path}/curves.png')
     want = capsys.readouterr().out
-    bare = [tmp_path / Path(run).name for run in runs]
-    for run, folder in zip(runs, bare):
-        folder.mkdir()
-        for name in ('log.jsonl', 'val.json'):
-            shutil.copy(Path(run, name), folder)
+    bare = without_checkpoints(runs, tmp_path)
     run_eval('compare', *map(str, bare), '--windows=8', f'--png={tmp_path}/curves.png')
     got = capsys.readouterr().out
     assert [line.split()[1:] for line in got.splitlines()] == [line.split()[1:] for line in want.splitlines()]
@@ -2023,9 +2026,6 @@ def test_ceg_says_when_it_cannot_and_takes_an_alpha(runs, tmp_path, capsys):
     gain = (loss[0] / loss[1]) ** 10 * C[0] / C[1]
     low, high = map(float, printed.split(f'gain {gain:.2f}x [')[1].split(']')[0].split(', '))
     assert low < gain < high and 'assumed' in printed
-    bare = [tmp_path / Path(run).name for run in runs]
-    for run, folder in zip(runs, bare):
-        folder.mkdir()
-        shutil.copy(Path(run, 'val.json'), folder)
+    bare = without_checkpoints(runs, tmp_path)
     run_eval('ceg', *map(str, bare), '--windows=8', '--alpha=0.1')
     assert capsys.readouterr().out.replace(str(tmp_path), str(Path(runs[0]).parent)) == printed, "without checkpoints"
