@@ -538,12 +538,17 @@ class Transformer(nn.Module):
                 block.mlp.compile()
         return whole and self.config.H == 0
 
-    def parameter_groups(self, weight_decay, decay_embedding=True):
-        """For AdamW: matrices decay; norm weights and all of the routing (vectors, a row a site) do not."""
-        groups, spared = {True: [], False: []}, ['queries', 'gains'] + ['wte.weight'] * (not decay_embedding)
+    def parameter_groups(self, weight_decay, decay_embedding=True, query_lr=1.0):
+        """
+        For AdamW: matrices decay; norm weights and all of the routing (vectors, a row a site) do not. A group's
+        'lr_scale', query_lr for the routing queries and 1 for the others, is for the caller to multiply its 'lr' by.
+        """
+        groups = [{'params': [], 'weight_decay': decay, 'lr_scale': scale}
+                  for decay, scale in ((weight_decay, 1.0), (0.0, 1.0), (0.0, query_lr))]
+        spared = ['gains'] + ['wte.weight'] * (not decay_embedding)
         for name, p in self.named_parameters():
-            groups[p.dim() == 2 and name not in spared].append(p)
-        return [{'params': groups[True], 'weight_decay': weight_decay}, {'params': groups[False], 'weight_decay': 0.0}]
+            groups[2 if name == 'queries' else p.dim() < 2 or name in spared]['params'].append(p)
+        return [group for group in groups if group['params']]
 
     def count_parameters(self):
         """(embedding, rest): a tied embedding counts once; padding rows are not counted."""

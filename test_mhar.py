@@ -1436,6 +1436,8 @@ def test_flags_take_every_usual_form():
     (['--z_loss=-1'], 'z_loss = -1.0: must be 0 or more'),
     (['--H=0', '--delta_blocks=2'], 'delta_blocks = 2: must be 0 where H = 0'),
     (['--H=0', '--query_init_std=0.02'], '--query_init_std cannot apply'),
+    (['--H=0', '--query_lr=4'], '--query_lr cannot apply'),
+    (['--query_lr=-1'], 'query_lr = -1.0: must be 0 or more'),
     (['--router=junk'], "router = 'junk': must be one of auto, eager"),
     (['--router=fused_simple', '--delta_blocks=2'], "router = 'fused_simple': must be"),
     (['--steps=10', '--tokens=10'], 'give one'),
@@ -1462,15 +1464,27 @@ def test_learning_rate_schedule():
     assert rates[60] == pytest.approx(0.55) and rates[109] == pytest.approx(0.1, abs=1e-3)
 
 
+def test_query_lr_moves_the_queries_alone(text_data, tmp_path):
+    for scale in (1, 4):
+        run_train(text_data, tmp_path / str(scale), '--steps=1', f'--query_lr={scale}')
+    one, four = (checkpoint(tmp_path / name)['model'] for name in '14')
+    slow, fast = one.pop('queries'), four.pop('queries')
+    assert slow.abs().max() > 0 and torch.allclose(fast, 4 * slow, rtol=1e-6) and same(one, four)
+    run_train(text_data, tmp_path / 'whole', '--steps=3', '--query_lr=4')
+    run_train(text_data, tmp_path / 'half', '--steps=3', '--query_lr=4', '--stop_at=1')
+    train.main(['--resume', f'--out={tmp_path}/half'])
+    assert same(checkpoint(tmp_path / 'half')['model'], checkpoint(tmp_path / 'whole')['model'])
+
+
 def test_decay_falls_on_matrices_only():
     model = small_model(2)
-    decayed, rest = (group['params'] for group in model.parameter_groups(0.1))
+    decayed, rest, queries = (group['params'] for group in model.parameter_groups(0.1))
     names = {id(p): name for name, p in model.named_parameters()}
-    assert len(decayed) + len(rest) == len(names)
-    assert [group['weight_decay'] for group in model.parameter_groups(0.1)] == [0.1, 0.0]
+    assert len(decayed) + len(rest) + len(queries) == len(names)
+    assert [group['weight_decay'] for group in model.parameter_groups(0.1)] == [0.1, 0.0, 0.0]
     assert len(model.parameter_groups(0.1, decay_embedding=False)[0]['params']) == len(decayed) - 1
     assert {names[id(p)].split('.')[-2] for p in decayed} == {'wte', 'q', 'k', 'v', 'proj', 'gate', 'up', 'down'}
-    assert {'queries', 'gains'} < {names[id(p)] for p in rest}
+    assert [names[id(p)] for p in queries] == ['queries'] and 'gains' in {names[id(p)] for p in rest}
 
 
 # Training on from weights that there are.

@@ -67,6 +67,7 @@ class Flags:
     delta_blocks: Optional[int] = None      # k: reads are added to the running sum (delta form); 0: they replace it;
                                             # default 0, with --graft 8
     query_init_std: float = 0.0             # of the routing queries at the start; 0 = the plain Transformer
+    query_lr: float = 1.0                   # learning rate of the routing queries, in multiples of lr
     router: str = 'auto'                    # what computes the reads: auto, eager, fused or fused_simple
     block_size: Optional[int] = None        # these seven: the preset's, where not given
     n_layer: Optional[int] = None
@@ -209,7 +210,7 @@ def complete(flags, base, given, world):
                     **{name: value for name, value in recipe.items() if getattr(flags, name) is None})
     least = dict(tokens=1, steps=1, batch=1, micro_batch=1, log_interval=1, save_interval=1, stop_at=1, seed=0,
                  warmup=0, eval_interval=0, eval_windows=0, lr=0, min_lr=0, clip=0, weight_decay=0, max_minutes=0,
-                 query_init_std=0, beta1=0, beta2=0, ema=0, z_loss=0)
+                 query_init_std=0, query_lr=0, beta1=0, beta2=0, ema=0, z_loss=0)
     for name, low in least.items():
         value, high = getattr(flags, name), 1 if name in ('beta1', 'beta2', 'ema') else math.inf
         if value is not None and not low <= value < high:
@@ -222,7 +223,7 @@ def complete(flags, base, given, world):
     for name in ('eval_interval', 'save_interval'):
         if getattr(flags, name) is None:
             setattr(flags, name, max(1, flags.steps // 10))
-    for name in ('query_init_std', 'router'):
+    for name in ('query_init_std', 'query_lr', 'router'):
         if flags.H == 0 and name in given:
             raise ConfigError(f"--{name} cannot apply: with H = 0 there is no routing")
     if flags.wandb and not importlib.util.find_spec('wandb'):
@@ -494,8 +495,8 @@ def start(flags, saved, rank, world, device):
     if flags.fsdp:
         for part in [model, ema] if ema else [model]:
             shard(part)
-    optimizer = torch.optim.AdamW(model.parameter_groups(flags.weight_decay, flags.decay_embedding), lr=flags.lr,
-                                  betas=(flags.beta1, flags.beta2), eps=1e-8, fused=True)
+    groups = model.parameter_groups(flags.weight_decay, flags.decay_embedding, flags.query_lr)
+    optimizer = torch.optim.AdamW(groups, lr=flags.lr, betas=(flags.beta1, flags.beta2), eps=1e-8, fused=True)
     windows, val = (data.Windows(flags.data, split, config.block_size) for split in ('train', 'val'))
     run = Run(flags, rank, world, device, meta, model, ema, optimizer, data.Loader(windows, flags.seed, rank, world),
               val, data.fixed_windows(val, flags.eval_windows), fingerprint(windows))
@@ -588,7 +589,7 @@ def train_step(run, model):
     flags, loss_sum = run.flags, 0.0
     micro_steps = flags.batch // (flags.micro_batch * run.world)
     for group in run.optimizer.param_groups:
-        group['lr'] = learning_rate(run.step, flags)
+        group['lr'] = learning_rate(run.step, flags) * group['lr_scale']
     for i in range(micro_steps):
         x, y = run.loader.next_batch(flags.micro_batch)
         if run.device.type == 'cuda':
