@@ -1641,6 +1641,9 @@ def test_the_readmes_results_are_those_of_the_published_logs():
         assert (batches[run] == batches[base]) != ('long' in base), f"batches of {run} and {base}"
         error = '' if 'tiny' in run else f' +- {evaluation.standard_error(delta):.4f}'
         assert f'| {delta.mean():+.4f}{error} |' in readme, (base, run)
+    for run in ('H1-q0.25', 'H1', 'H1-q4', 'H4', 'H4-q4', 'H4-q16', 'H16-q4', 'H16-q16', 'H16-q64', 'H64-q64'):
+        two = [losses[f'tiny-{run}{seed}'] - losses[f'tiny-H0{seed}'] for seed in ('', '-seed2')]
+        assert f'| {two[0].mean():+.4f}, {two[1].mean():+.4f} |' in readme, run
     for base in {base for base, _ in pairs if '-H0' in base}:
         assert f'| {losses[base].mean():.4f} |' in readme, base
 
