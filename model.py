@@ -543,12 +543,15 @@ class Transformer(nn.Module):
         For AdamW: matrices decay; norm weights and all of the routing (vectors, a row a site) do not. A group's
         'lr_scale', query_lr for the routing queries and 1 for the others, is for the caller to multiply its 'lr' by.
         """
-        groups = [{'params': [], 'weight_decay': decay, 'lr_scale': scale}
-                  for decay, scale in ((weight_decay, 1.0), (0.0, 1.0), (0.0, query_lr))]
+        matrices, vectors, queries = [], [], []
         spared = ['gains'] + ['wte.weight'] * (not decay_embedding)
         for name, p in self.named_parameters():
-            groups[2 if name == 'queries' else p.dim() < 2 or name in spared]['params'].append(p)
-        return [group for group in groups if group['params']]
+            decays = p.dim() == 2 and name not in spared
+            (queries if name == 'queries' else matrices if decays else vectors).append(p)
+        groups = [{'params': matrices, 'weight_decay': weight_decay, 'lr_scale': 1.0},
+                  {'params': vectors, 'weight_decay': 0.0, 'lr_scale': 1.0},
+                  {'params': queries, 'weight_decay': 0.0, 'lr_scale': query_lr}]
+        return [group for group in groups if group['params']]       # H = 0 has no queries
 
     def count_parameters(self):
         """(embedding, rest): a tied embedding counts once; padding rows are not counted."""

@@ -1291,7 +1291,7 @@ def test_two_processes_equal_one(text_data, tmp_path):
 
 def test_a_killed_process_ends_the_others_and_any_number_goes_on(text_data, tmp_path, capsys):
     """Two processes, of which one dies; then two under FSDP; then one: together as one process in one go."""
-    flags = ['--steps=10', '--save_interval=4', '--eval_windows=9', '--ema=0.9']
+    flags = ['--steps=10', '--save_interval=4', '--eval_windows=9', '--ema=0.9', '--query_lr=4']
     one = run_train(text_data, tmp_path / 'one', *flags)
     out = tmp_path / 'run'
     (tmp_path / 'dying.py').write_text(f"""
@@ -1641,7 +1641,7 @@ def test_the_readmes_results_are_those_of_the_published_logs():
         assert (batches[run] == batches[base]) != ('long' in base), f"batches of {run} and {base}"
         error = '' if 'tiny' in run else f' +- {evaluation.standard_error(delta):.4f}'
         assert f'| {delta.mean():+.4f}{error} |' in readme, (base, run)
-    for run in ('H1-q0.25', 'H1', 'H1-q4', 'H4', 'H4-q4', 'H4-q16', 'H16-q4', 'H16-q16', 'H16-q64', 'H64-q64'):
+    for run in ('H1-q0.25', 'H1', 'H1-q4', 'H4', 'H4-q4', 'H4-q16', 'H16', 'H16-q4', 'H16-q16', 'H16-q64', 'H64-q64'):
         two = [losses[f'tiny-{run}{seed}'] - losses[f'tiny-H0{seed}'] for seed in ('', '-seed2')]
         assert f'| {two[0].mean():+.4f}, {two[1].mean():+.4f} |' in readme, run
     for base in {base for base, _ in pairs if '-H0' in base}:
