@@ -1617,15 +1617,18 @@ def test_compare_reads_what_it_left_of_a_run_without_its_checkpoint(runs, tmp_pa
 
 
 def test_the_readmes_results_are_those_of_the_published_logs():
-    folder = Path(__file__).parent / 'assets' / 'runs'
-    readme = Path(__file__).with_name('README.md').read_text(encoding='utf-8')
+    readme = (HERE / 'README.md').read_text(encoding='utf-8')
     losses, batches = {}, {}
-    for path in folder.glob('*/val.json'):
+    for path in (HERE / 'assets' / 'runs').glob('*/val.json'):
         record = json.loads(path.read_text())
         losses[path.parent.name] = torch.tensor(record['losses'], dtype=torch.float64)
         last = [r for r in evaluation.read_log(path.parent) if r['kind'] == 'train'][-1]
         assert (last['step'], last['batch_hash']) == (record['step'], record['batch_hash']), path
         batches[path.parent.name] = record['batch_hash']
+
+    def difference(base, run):
+        assert (batches[run] == batches[base]) != ('long' in base), f"batches of {run} and {base}"
+        return losses[run] - losses[base]
     pairs = [('100m-H0', '100m-H1'), ('100m-H0', '100m-H4'), ('100m-H1', '100m-H4'), ('100m-H0', '100m-H1-random'),
              ('100m-H0-seed2', '100m-H1-seed2'), ('100m-H0-seed2', '100m-H4-seed2'),
              ('100m-H1-seed2', '100m-H4-seed2'), ('100m-H0-long', '100m-H1'), ('100m-H0-long', '100m-H4'),
@@ -1637,12 +1640,11 @@ def test_the_readmes_results_are_those_of_the_published_logs():
         pairs += [('tiny-H0', f'tiny-H{H}'), ('tiny-H0-seed2', f'tiny-H{H}-seed2')]
         pairs += [('100m-H0-short', f'100m-H{H}-short')]
     for base, run in pairs:
-        delta = losses[run] - losses[base]
-        assert (batches[run] == batches[base]) != ('long' in base), f"batches of {run} and {base}"
+        delta = difference(base, run)
         error = '' if 'tiny' in run else f' +- {evaluation.standard_error(delta):.4f}'
         assert f'| {delta.mean():+.4f}{error} |' in readme, (base, run)
     for run in ('H1-q0.25', 'H1', 'H1-q4', 'H4', 'H4-q4', 'H4-q16', 'H16', 'H16-q4', 'H16-q16', 'H16-q64', 'H64-q64'):
-        two = [losses[f'tiny-{run}{seed}'] - losses[f'tiny-H0{seed}'] for seed in ('', '-seed2')]
+        two = [difference(f'tiny-H0{seed}', f'tiny-{run}{seed}') for seed in ('', '-seed2')]
         assert f'| {two[0].mean():+.4f}, {two[1].mean():+.4f} |' in readme, run
     for base in {base for base, _ in pairs if '-H0' in base}:
         assert f'| {losses[base].mean():.4f} |' in readme, base
