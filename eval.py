@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 import data
-from model import Config, ConfigError, EagerRouter, Transformer, at_least_fp32, route_weights
+from model import ConfigError, EagerRouter, Transformer, at_least_fp32, config_of, route_weights, site_parameters
 
 
 class EvalError(ValueError):
@@ -52,7 +52,7 @@ def read_checkpoint(run):
     if not isinstance(checkpoint, dict) or not needed <= checkpoint.keys():
         raise EvalError(f"{path} is no checkpoint of train.py, which holds {', '.join(sorted(needed))}")
     try:
-        Config(**checkpoint['model_config'])
+        config_of(checkpoint)
     except TypeError as error:      # another version's
         raise EvalError(f"{path} does not fit this model.py: {error}") from error
     return checkpoint
@@ -315,15 +315,15 @@ def plot_curves(runs, logs, png):
 # What the routing learned.
 
 class ObservedRouter(EagerRouter):
-    """Reads as EagerRouter does, and shows each site to `observe(n, sources (N, B, T, D), query, gain)`."""
+    """Reads as EagerRouter does, and shows each site to `observe(n, sources (N, B, T, D), its parameters)`."""
 
     def __init__(self, model, observe):
-        super().__init__(model.queries, model.gains, model.config.H, model.config.norm_eps)
+        super().__init__(site_parameters(model), model.config.H, model.config.norm_eps)
         self.observe = observe
 
     def __call__(self, source):
         read, n = super().__call__(source), len(self.sources) - 1
-        self.observe(n, torch.stack(self.sources).float(), *self.sites[n])
+        self.observe(n, torch.stack(self.sources).float(), self.sites[n])
         return read
 
 
@@ -332,38 +332,38 @@ def mean_over_tokens(x):
     return x.double().flatten(-3, -2).mean(-2)
 
 
-def disagreement(sources, query, gain, slices, eps):
+def disagreement(sources, site, slices, eps):
     """
     How much the parts of the width of an H = 1 site disagree about what to read (the paper's width-disagreement probe):
     KL(a_s || alpha) in nats, its mean over tokens and slices. a_s are the weights that slice s of the query alone would
     give, which is what `route_weights` computes for H = slices.
     """
-    alone, together = (route_weights(sources, query, gain, H, eps).clamp(min=1e-30).log() for H in (slices, 1))
+    alone, together = (route_weights(sources, *site, H, eps).clamp(min=1e-30).log() for H in (slices, 1))
     return mean_over_tokens((alone.exp() * (alone - together)).sum(0)).mean().item()
 
 
 @torch.no_grad()
 def observe_sites(model, windows, indices, args, device):
     """-> one dictionary a site of what it reads of these windows; numbers are means over all tokens."""
-    c, sites = model.config, [[] for _ in range(model.config.n_source)]
+    c, sites = model.config, [[] for _ in range(model.config.n_site)]
     noise = torch.Generator().manual_seed(0)
     random_queries = torch.randn(model.queries.shape, generator=noise).to(device)
     random_queries *= model.queries.norm(dim=1, keepdim=True) / random_queries.norm(dim=1, keepdim=True)
 
-    def observe(n, sources, query, gain):
-        weights = route_weights(sources, query, gain, c.H, c.norm_eps)                  # (N, B, T, H)
+    def observe(n, sources, site):
+        weights = route_weights(sources, *site, c.H, c.norm_eps)                        # (N, B, T, H)
         seen = {'weights': mean_over_tokens(weights),                                   # (N, H)
                 'entropy': mean_over_tokens(-(weights * weights.clamp(min=1e-30).log()).sum(0))}    # (H,), nats
         if c.H == 1:
-            seen['kl'] = disagreement(sources, query, gain, args.slices, c.norm_eps)
-            seen['kl_null'] = disagreement(sources, random_queries[n], gain, args.slices, c.norm_eps)
-        if n == c.n_source - 1:
+            seen['kl'] = disagreement(sources, site, args.slices, c.norm_eps)
+            seen['kl_null'] = disagreement(sources, (random_queries[n], *site[1:]), args.slices, c.norm_eps)
+        if n == c.n_site - 1:
             unit = sources / sources.norm(dim=-1, keepdim=True).clamp(min=1e-30)
             seen['cosine'] = ((unit.sum(0).square().sum(-1) - (n + 1)) / (n * (n + 1))).mean().item()
         sites[n].append(seen)
-    model.new_router = lambda x: ObservedRouter(model, observe)
+    model.new_stream = lambda x: ObservedRouter(model, observe)
     window_losses(model, windows, indices, args.batch, device)
-    del model.new_router        # back to the class's own
+    del model.new_stream        # back to the class's own
     sizes = [min(args.batch, len(indices) - start) for start in range(0, len(indices), args.batch)]
     return [{key: sum(size * seen[key] for size, seen in zip(sizes, batches)) / len(indices) for key in batches[0]}
             for batches in sites]

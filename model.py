@@ -1,24 +1,27 @@
 """
 Multi-Head Attention Residuals (MHAR): the whole model.
 
-A Transformer adds each sublayer's output to one running sum, the residual stream. Here every sublayer instead *reads
-a learned mix of all earlier sublayer outputs*: a softmax over depth, taken in H independent heads over the width.
+A Transformer adds each sublayer's output to one running sum, the residual stream. Here every sublayer
+instead *reads a learned mix of all earlier sublayer outputs*: a softmax over depth, taken in H
+independent heads over the width.
 
     H = 0   the plain residual Transformer
     H = 1   Attention Residuals (AttnRes): one softmax over depth for the whole width
     H = k   MHAR: k of them, each for its own slice of the width; not one parameter more than H = 1
 
-With `delta_blocks` the running sum stays, and what a sublayer reads of the depth is added to it: the *delta form*,
-which can be grafted onto a trained plain model (Transformer.from_pretrained, .graft).
+With `delta_blocks` the running sum stays, and what a sublayer reads of the depth is added to it: the
+*delta form*, which can be grafted onto a trained plain model (Transformer.from_pretrained, .graft).
 
-Paper: "Multi-Head Attention Residuals", Luo, Cai and Hu, 2026. The blocks around the routing are Qwen3's.
-Letters in the shape comments: B sequences, T tokens, D = n_embd, V = vocab_size, N sources, H routing heads.
+Depth routing comes first, then Qwen3's Transformer; Transformer.hidden is where they meet. A router of
+your own is made in the next four places, one after the other: add_routing, fold, route_weights, route.
+
+Paper: "Multi-Head Attention Residuals", Luo, Cai and Hu, 2026.
+Letters in the shape comments: B sequences, T tokens, D = n_embd, V = vocab_size, N sources, H heads.
 """
 import importlib.util
-import json
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Optional
 
@@ -28,135 +31,50 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-ROUTERS = ('auto', 'eager', 'fused_simple', 'fused')
-ROPE_SCALING = ('factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings')
+
+# Depth routing. A router of your own is these four functions, one after the other. On a GPU the fused
+# kernels of kernel.py take the place of `route`, and of what you learn they see the result of `fold`
+# alone: a change that is not in `fold` trains with --router=eager (train.py notices it).
+
+def add_routing(model):
+    """Gives the model what its routing learns: a row for each site in each of site_parameters."""
+    c, like = model.config, model.wte.weight.detach()
+    model.queries = nn.Parameter(like.new_zeros(c.n_site, c.n_embd))
+    model.gains = nn.Parameter(like.new_ones(c.n_site, c.n_embd))       # of the norm of the keys
+    if c.query_init_std > 0:
+        nn.init.normal_(model.queries, std=c.query_init_std)
+    if c.delta_blocks > 0:
+        model.gates = nn.Parameter(like.new_zeros(c.n_site))    # 0: a site reads the running sum alone
+        model.null = nn.Parameter(like.new_zeros(c.n_embd))     # a source that says nothing at first
 
 
-def triton_runs(device):
-    """Triton, and so torch.compile on a GPU and kernel.py, needs CUDA and compute capability 7.0 or more."""
-    return (device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (7, 0)
-            and importlib.util.find_spec('triton') is not None)
+def site_parameters(model):
+    """What belongs to a site, in the order in which fold, route_weights and route take a row of each."""
+    return model.queries, model.gains
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot work; the message names the field, its value and what is allowed."""
-
-
-@dataclass
-class Config:
-    vocab_size: int
-    block_size: int                 # the longest sequence, in tokens
-    n_layer: int                    # blocks; each holds two sublayers, attention and MLP
-    n_head: int                     # query heads of the attention
-    n_kv_head: int                  # key/value heads, each shared by n_head / n_kv_head query heads
-    n_embd: int
-    ffn_dim: int
-    H: int = -1                     # routing heads: 0 plain, 1 AttnRes, k MHAR, -1 = n_kv_head
-    delta_blocks: int = 0           # 0: reads replace the running sum; k: they are added to it (delta form, k groups)
-    query_init_std: float = 0.0     # 0 starts every read at the plain mean of its sources
-    head_dim: Optional[int] = None  # of an attention head; None = n_embd / n_head
-    rope_theta: float = 1e4
-    rope_scaling: Optional[dict] = None     # Llama 3's, see rope_tables
-    norm_eps: float = 1e-6
-    qk_norm: bool = True
-    tie_embeddings: bool = True
-    router: str = 'auto'            # what computes the reads: see Transformer.router_on
-
-    def __post_init__(self):
-        if self.H == -1:
-            self.H = self.n_kv_head
-        def require(ok, field, allowed):
-            if not ok:
-                raise ConfigError(f"{field} = {getattr(self, field)!r}: must be {allowed}")
-        for field in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim'):
-            value = getattr(self, field)
-            require(type(value) is int and value > 0, field, "a positive whole number")
-        require(self.n_head % self.n_kv_head == 0, 'n_kv_head', f"a divisor of n_head = {self.n_head}")
-        if self.head_dim is None:
-            require(self.n_embd % self.n_head == 0, 'n_head', f"a divisor of n_embd = {self.n_embd}")
-            require(self.n_embd // self.n_head % 2 == 0, 'n_head',
-                    f"such that n_embd / n_head is even (RoPE turns pairs), but {self.n_embd} / {self.n_head} is odd")
-        else:
-            require(type(self.head_dim) is int and self.head_dim > 0 and self.head_dim % 2 == 0, 'head_dim',
-                    "a positive even number (RoPE turns pairs) or None")
-        require(type(self.H) is int and self.H >= 0, 'H', "-1 (= n_kv_head), 0 (plain) or a divisor of n_embd")
-        require(self.H == 0 or self.n_embd % self.H == 0, 'H', f"0 or a divisor of n_embd = {self.n_embd}")
-        require(type(self.delta_blocks) is int and 0 <= self.delta_blocks <= self.n_layer, 'delta_blocks',
-                f"0 (no delta form) or the number of groups that the {self.n_layer} layers are cut into")
-        require(self.delta_blocks == 0 or self.H > 0, 'delta_blocks', "0 where H = 0, since then there is no routing")
-        require(self.query_init_std >= 0, 'query_init_std', "0 or more")
-        require(self.norm_eps >= 0, 'norm_eps', "0 or more")
-        require(self.norm_eps > 0 or self.delta_blocks == 0, 'norm_eps',
-                "more than 0 in delta form, whose null source is 0 at first")
-        require(self.rope_theta > 0, 'rope_theta', "more than 0")
-        require(self.rope_scaling is None or self.rope_scaling.keys() == set(ROPE_SCALING), 'rope_scaling',
-                f"None or numbers for {', '.join(ROPE_SCALING)}")
-        require(self.router in ROUTERS, 'router', f"one of {', '.join(ROUTERS)}")
-        require(self.router != 'fused_simple' or self.delta_blocks == 0, 'router',
-                "auto, eager or fused in delta form, whose sites come in groups")
-
-    @property
-    def head_size(self):
-        return self.head_dim or self.n_embd // self.n_head
-
-    @property
-    def n_source(self):
-        return 2 * self.n_layer + 1     # the embedding and every sublayer's output
-
-    @property
-    def n_site(self):
-        return 2 * self.n_layer + (self.delta_blocks == 0)      # in delta form the final norm reads the running sum
-
-    @property
-    def delta_groups(self):
-        """Delta form: {the first layer of a group of layers: the group's sites, a slice}."""
-        bounds = [i * self.n_layer // max(1, self.delta_blocks) for i in range(self.delta_blocks + 1)]
-        return {first: slice(2 * first, 2 * end) for first, end in zip(bounds, bounds[1:])}
-
-    @property
-    def padded_vocab(self):
-        return math.ceil(self.vocab_size / 64) * 64     # matrix products like round sizes
-
-
-# The shapes of the paper (its section on shapes and recipe), with GPT-2's vocabulary instead of Qwen's 151,936: so
-# '100m' has 63.5M parameters here. 'tiny' is ours: bytes in, bytes out, for a laptop's CPU.
-PRESETS = {
-    'tiny': Config(vocab_size=257, block_size=256, n_layer=4, n_head=4, n_kv_head=4, n_embd=128, ffn_dim=384),
-    '100m': Config(vocab_size=50257, block_size=2048, n_layer=12, n_head=8, n_kv_head=4, n_embd=512, ffn_dim=1536),
-    '350m': Config(vocab_size=50257, block_size=1024, n_layer=24, n_head=16, n_kv_head=8, n_embd=1024, ffn_dim=4096),
-    '1b': Config(vocab_size=50257, block_size=1024, n_layer=36, n_head=16, n_kv_head=8, n_embd=1280, ffn_dim=5120),
-}
-
-
-# Depth routing: the idea of this repository.
-
-def at_least_fp32(x):
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
-def normalize(x, eps):
-    """x / RMS(x) over the last dimension, computed and returned in fp32 (or in float64 if x is)."""
-    x = at_least_fp32(x)
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+def fold(query, gain):
+    """u, with which all scores are u . RMSNorm(s_i): query . (gain * key) = (query * gain) . key."""
+    return query * gain
 
 
 def route_weights(sources, query, gain, H, eps=1e-6):
     """
-    How much each head of one routing site reads of each source.
+    How much each head of one routing site reads of each source: softmax_i(u[h] . RMSNorm(s_i)[h]).
 
-    sources (N, B, T, D), query (D,), gain (D,) -> weights (N, B, T, H), fp32, that sum to 1 over the sources:
-    softmax_i(query[h] . (gain * RMSNorm(s_i))[h]). The norm is over the full width D: H changes only the softmax.
+    sources (N, B, T, D), query (D,), gain (D,) -> weights (N, B, T, H), fp32, that sum to 1 over the
+    sources. The norm is over the full width D: H changes only the softmax.
     """
-    keys = normalize(sources, eps)                                      # (N, B, T, D)
-    scores = (keys * (query * gain)).unflatten(-1, (H, -1)).sum(-1)     # (N, B, T, H)
+    keys = normalize(sources, eps)                                              # (N, B, T, D)
+    scores = (keys * fold(query, gain)).unflatten(-1, (H, -1)).sum(-1)          # (N, B, T, H)
     return scores.softmax(dim=0)
 
 
 def route(sources, query, gain, H, eps=1e-6):
     """
-    One routing site's read: sources, a list of N tensors (B, T, D) or one (N, B, T, D) -> (B, T, D) in their dtype.
+    One site's read: sources, a list of N tensors (B, T, D) or one (N, B, T, D) -> (B, T, D) in their dtype.
 
-    Each of the H heads mixes its slice of the *un-normalised* sources with its own weights, in the sources' dtype.
+    Each head mixes its slice of the *un-normalised* sources with its own weights, in the sources' dtype.
     """
     if not torch.is_tensor(sources):
         sources = torch.stack(tuple(sources))
@@ -166,25 +84,149 @@ def route(sources, query, gain, H, eps=1e-6):
     return read.to(sources.dtype)                                               # autocast sums in fp32
 
 
-def read_eagerly(route, sources, query, gain, H, eps):
-    """`route`. On a GPU it is recomputed in backward: what all sites save, N^2 hidden states, would not fit there."""
-    if not sources[0].is_cuda:
-        return route(sources, query, gain, H, eps)
-    return checkpoint(route, sources, query, gain, H, eps, use_reentrant=False, preserve_rng_state=False)
+def normalize(x, eps):
+    """x / RMS(x) over the last dimension, computed and returned in fp32 (or in float64 if x is)."""
+    x = at_least_fp32(x)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+def at_least_fp32(x):
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def recomputed(f, *args):
+    """f(*args), which is computed once more in backward instead of keeping what it needs there."""
+    return checkpoint(f, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def read_eagerly(route, sources, *site):
+    """`route`. What all sites would keep for backward, N^2 hidden states, does not fit a GPU."""
+    return recomputed(route, sources, *site) if sources[0].is_cuda else route(sources, *site)
+
+
+# What stands between the sublayers, in three forms: each takes the newest output, (B, T, D), and returns
+# what the next sublayer reads.
+
+class Plain:
+    """H = 0: one running sum."""
+    x = 0.0
+
+    def __call__(self, out):
+        self.x = self.x + out
+        return self.x
 
 
 class EagerRouter:
-    """All routing sites of one forward pass: call n appends source n and returns the read of site n, by `route`."""
+    """H > 0: site n reads a mix of the n + 1 outputs so far. kernel.DepthRouter does so in fused kernels."""
     route = staticmethod(route)
 
-    def __init__(self, queries, gains, H, eps):     # queries and gains (N, D): a row a site
-        self.sites, self.H, self.eps = list(zip(queries, gains)), H, eps
+    def __init__(self, parameters, H, eps):         # site_parameters: a row a site in each
+        self.sites, self.H, self.eps, self.sources = list(zip(*parameters)), H, eps, []
+
+    def __call__(self, out):
+        site = self.sites[len(self.sources)]
+        self.sources.append(out)
+        return read_eagerly(self.route, list(self.sources), *site, self.H, self.eps)
+
+
+class Delta:
+    """
+    Delta form: the running sum, and on top of it a gated read of the null source, the embedding, and what
+    each finished group of layers has added. The sites of a group share their sources, delta_blocks + 1 at
+    most, and read at once: read_group(sources, sites) -> (B, T, D) for each site of a slice.
+    """
+
+    def __init__(self, config, null, read_group):
+        starts = [2 * (i * config.n_layer // config.delta_blocks) for i in range(config.delta_blocks + 1)]
+        self.groups = {first: slice(first, end) for first, end in zip(starts, starts[1:])}
+        self.null, self.read_group, self.site, self.x, self.before = null, read_group, 0, 0.0, 0.0
         self.sources = []
 
-    def __call__(self, source):
-        query, gain = self.sites[len(self.sources)]
-        self.sources.append(source)
-        return read_eagerly(self.route, list(self.sources), query, gain, self.H, self.eps)
+    def __call__(self, out):
+        self.x = self.x + out
+        if self.site in self.groups:                # the first site of a group: one more source is complete
+            self.sources = self.sources or [self.null.to(out.dtype).expand_as(out)]
+            self.sources.append(self.x - self.before)
+            self.before, self.reads = self.x, iter(self.read_group(self.sources, self.groups[self.site]))
+        self.site += 1
+        return self.x + next(self.reads, 0.0)       # the final norm has no read on top
+
+
+# The configuration.
+
+class ConfigError(ValueError):
+    """What cannot work; the message says what is allowed."""
+
+
+class SameAsKV(int):
+    """H = -1, resolved: n_kv_head, also of a dataclasses.replace that changes it. Copies are plain."""
+
+    def __deepcopy__(self, memo):       # asdict makes copies
+        return int(self)
+
+
+@dataclass(frozen=True)
+class Config:
+    vocab_size: int
+    block_size: int                 # the longest sequence, in tokens
+    n_layer: int                    # blocks; each holds two sublayers, attention and MLP
+    n_head: int                     # query heads of the attention
+    n_kv_head: int                  # key/value heads, each shared by n_head / n_kv_head query heads
+    n_embd: int
+    ffn_dim: int
+    H: int = -1                     # routing heads: 0 plain, 1 AttnRes, k MHAR, -1 = n_kv_head
+    delta_blocks: int = 0           # k: reads are added to the running sum (delta form, k groups); 0: replace it
+    query_init_std: float = 0.0     # 0 starts every read at the plain mean of its sources
+    head_dim: Optional[int] = None  # of an attention head; None = n_embd / n_head
+    rope_theta: float = 1e4
+    rope_scaling: Optional[dict] = None     # Llama 3's, see rope_tables
+    norm_eps: float = 1e-6
+    qk_norm: bool = True
+    tie_embeddings: bool = True
+
+    def __post_init__(self):
+        if self.H == -1 or isinstance(self.H, SameAsKV):
+            object.__setattr__(self, 'H', SameAsKV(self.n_kv_head))
+        def require(ok, field, allowed):
+            if not ok:
+                raise ConfigError(f"{field} = {getattr(self, field)!r}: must be {allowed}")
+        for field in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim'):
+            value = getattr(self, field)
+            require(type(value) is int and value > 0, field, "a positive whole number")
+        require(self.n_head % self.n_kv_head == 0, 'n_kv_head', f"a divisor of n_head = {self.n_head}")
+        require(self.head_dim or self.n_embd % self.n_head == 0, 'n_head', f"a divisor of n_embd = {self.n_embd}")
+        require(self.head_size % 2 == 0, 'head_dim' if self.head_dim else 'n_head', "such that an attention "
+                "head has an even width: RoPE turns pairs")
+        require(self.H >= 0 and self.n_embd % (self.H or 1) == 0, 'H',
+                f"0 or a divisor of n_embd = {self.n_embd}")
+        require(0 <= self.delta_blocks <= self.n_layer * (self.H > 0), 'delta_blocks',
+                f"from 0 to n_layer = {self.n_layer}, and 0 where H = 0")
+        require(self.query_init_std >= 0, 'query_init_std', "0 or more")
+        require(self.norm_eps > 0 or self.delta_blocks == 0, 'norm_eps', "more than 0 in delta form, whose "
+                "null source is 0 at first")
+
+    @property
+    def head_size(self):
+        return self.head_dim or self.n_embd // self.n_head
+
+    @property
+    def n_site(self):
+        return 2 * self.n_layer + (self.delta_blocks == 0)      # in delta form the final norm has none
+
+    @property
+    def padded_vocab(self):
+        return math.ceil(self.vocab_size / 64) * 64     # matrix products like round sizes
+
+
+# The shapes of the paper (its section on shapes and recipe), with GPT-2's vocabulary instead of Qwen's
+# 151,936: so '100m' has 63.5M parameters here. 'tiny' is ours: bytes in, bytes out, for a laptop's CPU.
+PRESETS = {
+    'tiny': Config(vocab_size=257, block_size=256, n_layer=4, n_head=4, n_kv_head=4, n_embd=128, ffn_dim=384),
+    '100m': Config(vocab_size=50257, block_size=2048, n_layer=12, n_head=8, n_kv_head=4, n_embd=512, ffn_dim=1536),
+    '350m': Config(vocab_size=50257, block_size=1024, n_layer=24, n_head=16, n_kv_head=8, n_embd=1024, ffn_dim=4096),
+    '1b': Config(vocab_size=50257, block_size=1024, n_layer=36, n_head=16, n_kv_head=8, n_embd=1280, ffn_dim=5120),
+}
+ROUTERS = 'auto', 'eager', 'fused'
 
 
 # The two sublayers.
@@ -199,16 +241,19 @@ class RMSNorm(nn.Module):
         return (normalize(x, self.eps) * self.weight).to(x.dtype)
 
 
+ROPE_SCALING = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'
+
+
 def rope_tables(config):
     """
-    Rotary embedding (Su et al. 2021): the cos and the signed sin of every position, each (block_size, head_size).
+    Rotary embedding (Su et al. 2021): cos and the signed sin of every position, each (block_size, head_size).
 
-    Element i turns together with element i + head_size / 2, as in Llama and Qwen: (a, b) -> (a cos - b sin, b cos +
-    a sin). With sin negative in the first half that is x * cos + roll(x) * sin, without cutting x up.
+    Element i turns together with element i + head_size / 2, as in Llama and Qwen: (a, b) -> (a cos - b sin,
+    b cos + a sin). With sin negative in the first half that is x * cos + roll(x) * sin.
 
-    Llama 3.1's rope_scaling stretches positions for a longer context: a pair that turns less than low_freq_factor times
-    in the original context turns `factor` times slower, one that turns more than high_freq_factor times as before, and
-    those between them in between.
+    Llama 3.1's rope_scaling stretches positions for a longer context: a pair that turns less than
+    low_freq_factor times in the original context turns `factor` times slower, one that turns more than
+    high_freq_factor times as before, and those between them in between.
     """
     pairs = torch.arange(0, config.head_size, 2) / config.head_size
     frequencies = config.rope_theta ** -pairs           # in radians a token
@@ -230,12 +275,10 @@ class KVCache:
     """
     Keys and values of one attention layer for the tokens so far, each (B, n_kv_head, T, head_size).
 
-    Attention is all that needs a cache. Depth routing mixes the sources *of one token*: a new token brings all of
-    its own sources along as it passes through the layers, and no token ever reads another token's.
+    Attention is all that needs a cache. Depth routing mixes the sources *of one token*: a new token brings
+    all of its own along as it passes through the layers, and no token ever reads another token's.
     """
-
-    def __init__(self):
-        self.k = self.v = None
+    k = v = None
 
     def append(self, k, v):
         if self.k is not None:
@@ -256,13 +299,14 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_size = config.head_size
+        queries, keys = config.n_head * config.head_size, config.n_kv_head * config.head_size
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
-        self.q = nn.Linear(config.n_embd, config.n_head * config.head_size, bias=False)
-        self.k = nn.Linear(config.n_embd, config.n_kv_head * config.head_size, bias=False)
-        self.v = nn.Linear(config.n_embd, config.n_kv_head * config.head_size, bias=False)
-        self.q_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(config.head_size, config.norm_eps) if config.qk_norm else nn.Identity()
-        self.proj = nn.Linear(config.n_head * config.head_size, config.n_embd, bias=False)
+        self.q = nn.Linear(config.n_embd, queries, bias=False)
+        self.k = nn.Linear(config.n_embd, keys, bias=False)
+        self.v = nn.Linear(config.n_embd, keys, bias=False)
+        self.q_norm, self.k_norm = (RMSNorm(config.head_size, config.norm_eps) if config.qk_norm
+                                    else nn.Identity() for _ in range(2))
+        self.proj = nn.Linear(queries, config.n_embd, bias=False)
 
     def forward(self, x, rope, cache=None):
         B, T, _ = x.shape
@@ -306,18 +350,18 @@ class Block(nn.Module):
 
 # The loss.
 
-def chunk_loss(logits, targets, z_loss=0.0):
+def chunk_loss(logits, targets, vocab_size, z_loss=0.0):
     """
-    logits (C, V), targets (C,) -> losses (C,) in fp32 and d loss / d logits; both 0 where the target is -1.
-    Added is z_loss x logsumexp^2, which keeps the logits from drifting (PaLM, Chowdhery et al. 2022, section 5).
+    logits (C, padded V), targets (C,) -> losses (C,) in fp32 and d loss / d logits; 0 where a target is -1.
+    Added is z_loss x logsumexp^2, which keeps the logits from drifting (PaLM, Chowdhery et al. 2022, 5).
     """
     logits32 = at_least_fp32(logits)
-    # In two steps, over 64 pieces of a row and then over the pieces: a piece fits in registers, so it is read once.
-    lse = logits32.view(-1, 64, logits.size(1) // 64).logsumexp(-1).logsumexp(-1, keepdim=True)
+    # Over 64 pieces of a row, then over the pieces: a piece fits in registers, so it is read once.
+    lse = logits32.unflatten(1, (64, -1)).logsumexp(-1).logsumexp(-1, keepdim=True)
     target, keep = targets.clamp(min=0)[:, None], (targets >= 0)[:, None]
-    cross_entropy, z_slope = lse - logits32.gather(1, target), 2 * z_loss * lse
+    cross_entropy, z_slope = lse - logits32[:, :vocab_size].gather(1, target), 2 * z_loss * lse
     losses = torch.where(keep, cross_entropy + z_loss * lse.square(), 0.0)
-    # Probabilities, less 1 at the target: a number a row, put in its place at the end, costs the others no comparison.
+    # Probabilities, less 1 at the target: put in its place at the end, it costs the others nothing.
     grad = ((logits32 - lse).exp() * ((1 + z_slope) * keep)).to(logits.dtype)
     at_target = (torch.expm1(-cross_entropy) + z_slope * (-cross_entropy).exp()) * keep
     return losses[:, 0], grad.scatter(1, target, at_target.to(logits.dtype))
@@ -325,12 +369,12 @@ def chunk_loss(logits, targets, z_loss=0.0):
 
 class LinearCrossEntropy(torch.autograd.Function):
     """
-    Sum of the cross-entropies of `x @ weight.T` against targets, without ever holding all of the logits.
+    Cross-entropies of `x @ weight.T` against targets, without ever holding all of the logits: at 65,536
+    tokens and GPT-2's vocabulary they would take 13 GB in fp32, and their gradient as much.
 
-    x (M, D), weight (padded V, D), targets (M,) with -1 = ignored -> losses (M,), fp32. At 65,536 tokens and GPT-2's
-    vocabulary fp32 logits would take 13 GB, and their gradient as much. So the rows go through in chunks, and each
-    chunk's gradient is taken while its logits are there: d(sum of losses)/dx and /dweight are ready before backward
-    is called, which only scales them. That is why every loss must get the same upstream gradient (as in a mean).
+    x (M, D), weight (padded V, D), targets (M,), -1 = ignored -> losses (M,), fp32. The rows go through in
+    chunks, and each chunk's gradient is taken while its logits are there: backward only scales d(sum of
+    losses)/dx and /dweight. So every loss must get the same upstream gradient (as in a mean).
     """
     CHUNK = 16384   # tokens
 
@@ -343,7 +387,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + LinearCrossEntropy.CHUNK)
             logits = x[rows] @ w.T
             logits[:, vocab_size:] = -math.inf      # padding rows of the vocabulary: probability 0
-            chunk_losses, dlogits = chunk_loss(logits, targets[rows], z_loss)
+            chunk_losses, dlogits = chunk_loss(logits, targets[rows], vocab_size, z_loss)
             losses.append(chunk_losses)
             if with_grad:
                 dx[rows] = dlogits @ w
@@ -353,12 +397,20 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dlosses):
+        if torch.is_grad_enabled():         # create_graph=True
+            raise RuntimeError("this loss has no second derivatives; F.cross_entropy of model(idx) does")
         dx, dw = ctx.saved_tensors
         scale = dlosses[0]      # in fp32: rounded to dx's dtype, 1 / tokens would be off by up to 0.4 %
         return (at_least_fp32(dx) * scale).to(dx.dtype), dw * scale, None, None, None, None, None
 
 
 # The model.
+
+def triton_runs(device):
+    """Triton, and so torch.compile on a GPU and kernel.py, needs CUDA and compute capability 7.0 or more."""
+    return (device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (7, 0)
+            and importlib.util.find_spec('triton') is not None)
+
 
 class Transformer(nn.Module):
     def __init__(self, config):
@@ -375,116 +427,85 @@ class Transformer(nn.Module):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
         if config.H > 0:    # last, so that all H of one seed start from the same weights
-            self.add_routing()
+            add_routing(self)
+        # How the model computes, not what:
+        self.router = 'auto'                # the reads by `route` (eager) or kernel.py (fused), see router_on
         self.checkpoint_sublayers = False   # recompute each sublayer in backward instead of keeping its activations
         self.z_loss = 0.0                   # of the training loss, see chunk_loss
-        self.chunk_loss = chunk_loss        # replaced by a compiled one in compile_parts
+        self.chunk_loss = chunk_loss        # compile_parts puts a compiled one here
 
-    def add_routing(self):
-        c, like = self.config, self.wte.weight.detach()
-        self.queries = nn.Parameter(like.new_zeros(c.n_site, c.n_embd))     # a row a site
-        self.gains = nn.Parameter(like.new_ones(c.n_site, c.n_embd))        # its key norm's weight
-        if c.query_init_std > 0:
-            nn.init.normal_(self.queries, std=c.query_init_std)
-        if c.delta_blocks > 0:
-            self.gates = nn.Parameter(like.new_zeros(c.n_site))             # 0: the site reads the running sum alone
-            self.null = nn.Parameter(like.new_zeros(c.n_embd))              # a source that says nothing at first
-
-    def router_on(self, device):
-        """
-        What config.router comes to on a device: 'eager' (`route`, anywhere), or one of the Triton operators of
-        kernel.py, 'fused' or 'fused_simple'. 'auto' is fused where Triton runs and eager elsewhere. ConfigError if a
-        fused one is asked for where it cannot run.
-        """
-        router = self.config.router
-        if router == 'auto':
-            return 'fused' if triton_runs(device) else 'eager'
-        interpreted = os.environ.get('TRITON_INTERPRET') == '1' and importlib.util.find_spec('triton') is not None
-        if router != 'eager' and not (triton_runs(device) or interpreted):
-            raise ConfigError(f"router = {router!r}: needs Triton and a CUDA GPU of compute capability 7.0 or more, "
+    def router_on(self, device, dtype=torch.float32):
+        """'eager' or 'fused': what `router` comes to. ConfigError if it is fused where that cannot run."""
+        if self.router == 'eager' or dtype == torch.float64:    # the kernels compute in fp32
+            return 'eager'
+        interpreted = os.environ.get('TRITON_INTERPRET') == '1' and importlib.util.find_spec('triton')
+        if self.router == 'fused' and not (interpreted or triton_runs(device)):
+            raise ConfigError(f"router = 'fused': needs Triton and a CUDA GPU of compute capability 7.0 or more, "
                               f"which {device} is not; 'eager' and 'auto' run anywhere")
-        return router
+        return 'fused' if self.router == 'fused' or triton_runs(device) else 'eager'
 
-    def new_router(self, x):
-        """One forward pass's router: `router(source)` appends a source like x and returns the next site's read."""
-        c, name = self.config, self.router_on(x.device)
-        if name == 'eager' or x.dtype == torch.float64:     # the kernels compute in fp32
-            return EagerRouter(self.queries, self.gains, c.H, c.norm_eps)
+    def new_stream(self, x):
+        """What stands between the sublayers of one forward pass; x is what it will take."""
+        c = self.config
+        if c.H == 0:
+            return Plain()
+        if c.delta_blocks > 0:
+            return Delta(c, self.null, self.read_group)
+        if self.router_on(x.device, x.dtype) == 'eager':
+            return EagerRouter(site_parameters(self), c.H, c.norm_eps)
         import kernel
-        return kernel.OPERATORS[name](self.queries * self.gains, c.H, c.norm_eps)
+        return kernel.DepthRouter(fold(*site_parameters(self)), c.H, c.norm_eps)
 
     def read_group(self, sources, sites):
-        """
-        Delta form: what a group's sites (a slice) read of these sources, a list, times their gates -> a tensor
-        (B, T, D) for each site.
-        """
-        c, queries, gains, gates = self.config, self.queries[sites], self.gains[sites], self.gates[sites]
-        if self.router_on(sources[0].device) == 'eager' or sources[0].dtype == torch.float64:
+        """Delta form: what these sites (a slice) read of sources, a list, times their gates, as a list."""
+        c, gates, parameters = self.config, self.gates[sites], [p[sites] for p in site_parameters(self)]
+        if self.router_on(sources[0].device, sources[0].dtype) == 'eager':
             sources = torch.stack(sources)
-            return [gate * read_eagerly(route, sources, query, gain, c.H, c.norm_eps)
-                    for query, gain, gate in zip(queries, gains, gates)]
+            return [gate * read_eagerly(route, sources, *site, c.H, c.norm_eps)
+                    for gate, site in zip(gates, zip(*parameters))]
         import kernel
-        return kernel.group_reads(sources, queries * gains, gates, c.H, c.norm_eps)
+        return kernel.group_reads(sources, fold(*parameters), gates, c.H, c.norm_eps)
 
     def hidden(self, idx, caches=None):
-        """idx (B, T) -> the last hidden states, normalised, (B, T, D). This is where plain and MHAR differ."""
+        """idx (B, T) -> the last hidden states, normalised, (B, T, D)."""
         start = len(caches[0]) if caches else 0
-        positions = slice(start, start + idx.size(1))
-        rope = self.cos[positions], self.sin[positions]
-        x = self.wte(idx)
+        rope = self.cos[start:start + idx.size(1)], self.sin[start:start + idx.size(1)]
+        # Rows that pad the vocabulary stand for no token: left out here and as logits, they are invisible.
+        x = F.embedding(idx, self.wte.weight[:self.config.vocab_size])
         if torch.is_autocast_enabled(x.device.type):
-            # As small as the sublayers' outputs. For H = 0 this makes the running sum itself bf16: each sum rounds.
+            # As small as the sublayers' outputs. For H = 0 this makes the running sum bf16: each sum rounds.
             x = x.to(torch.get_autocast_dtype(x.device.type))
-
-        delta, groups = self.config.delta_blocks > 0, self.config.delta_groups
-        router = self.new_router(x) if self.config.H > 0 and not delta else None
-        if router:
-            x = router(x)                               # site 0 has one source to read, the embedding itself
-        if delta:
-            sources, before = [self.null.to(x.dtype).expand_as(x)], 0
+        stream = self.new_stream(x)
+        x = stream(x)
         for i, block in enumerate(self.blocks):
-            cache = caches[i] if caches else None
-            if i in groups:     # delta form: a group of layers starts; its sites all read what there is now
-                sources.append(x - before)              # first the embedding, then what each group has added to x
-                before, reads = x, iter(self.read_group(sources, groups[i]))
-            if delta:
-                x = self.delta_layer(block, x, next(reads), next(reads), rope, cache)
-                continue
-            out = self.maybe_checkpoint(block.attn, x, rope, cache)
-            x = router(out) if router else x + out      # the whole difference: read a mix of all, or add to one sum
-            out = self.maybe_checkpoint(block.mlp, x)
-            x = router(out) if router else x + out
+            x = stream(self.run(block.attn, x, rope, caches[i] if caches else None))
+            x = stream(self.run(block.mlp, x))
         return self.norm(x)
 
-    def delta_layer(self, block, x, for_attn, for_mlp, rope, cache):
-        """Delta form, all (B, T, D): x is the running sum; each sublayer gets it with its site's gated read on top."""
-        x = x + self.maybe_checkpoint(block.attn, x + for_attn, rope, cache)
-        return x + self.maybe_checkpoint(block.mlp, x + for_mlp)
-
-    def maybe_checkpoint(self, sublayer, x, *args):
-        if self.checkpoint_sublayers and torch.is_grad_enabled():
-            return checkpoint(sublayer, x, *args, use_reentrant=False, preserve_rng_state=False)
-        return sublayer(x, *args)
+    def run(self, sublayer, *args):
+        again = self.checkpoint_sublayers and torch.is_grad_enabled()
+        return recomputed(sublayer, *args) if again else sublayer(*args)
 
     def forward(self, idx, targets=None, reduction='mean', caches=None):
         """
         idx (B, T) token ids -> logits (B, T, V).
 
-        With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead (under grad mode with the z-loss, if
-        it is on); reduction='none' gives all losses (B, T), 0 where ignored, and no gradient. `caches`, one KVCache a
-        layer, lets idx go on where they end.
+        With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead (under grad mode with the
+        z-loss, if it is on); reduction='none' gives all losses (B, T), 0 where ignored, and no gradient.
+        `caches`, one KVCache a layer, lets idx go on where they end. ValueError if idx is too long.
         """
-        length = idx.size(1) + (len(caches[0]) if caches else 0)
-        if length > self.config.block_size:
-            raise ValueError(f"a sequence of {length} tokens is longer than block_size = {self.config.block_size}")
-        x = self.hidden(idx, caches)
+        length = idx.size(-1) + (len(caches[0]) if caches else 0)
+        if idx.dim() != 2 or not 0 < length <= self.config.block_size:
+            raise ValueError(f"idx {tuple(idx.shape)} must be (B, T), and with what is cached from 1 to "
+                             f"block_size = {self.config.block_size} tokens, not {length}")
+        if reduction not in ('mean', 'none'):
+            raise ValueError(f"reduction = {reduction!r}: must be 'mean' or 'none'")
+        V, x = self.config.vocab_size, self.hidden(idx, caches)
         weight = self.wte.weight if self.config.tie_embeddings else self.lm_head.weight
         if targets is None:
-            # The embedding has padding rows that stand for no token. Cutting them off here, and giving them
-            # probability 0 in the loss, makes them invisible: they are never sampled and never trained.
-            return F.linear(x, weight)[..., :self.config.vocab_size]
+            return F.linear(x, weight)[..., :V]
         with_grad = torch.is_grad_enabled() and reduction == 'mean'
-        losses = LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), self.config.vocab_size,
+        losses = LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), V,
                                           self.z_loss if with_grad else 0.0, with_grad, self.chunk_loss)
         if reduction == 'none':
             return losses.detach().view(targets.shape)
@@ -493,246 +514,176 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """
-        idx (B, T >= 1), the prompt -> (B, T + new), prompt included. Temperature 0 takes the likeliest token; top_k
-        keeps the k likeliest (None, 0 or k >= V: all). Stops when the sequence reaches block_size: the result is then
-        shorter than asked for. A prompt longer than block_size is a ValueError.
+        idx (B, T >= 1), the prompt -> (B, T + new), prompt included. Temperature 0 takes the likeliest
+        token; top_k keeps the k likeliest (None or 0: all). Stops where the sequence reaches block_size.
         """
-        room = self.config.block_size - idx.size(1)
-        if room < 0:
-            raise ValueError(f"the prompt has {idx.size(1)} tokens, more than block_size = {self.config.block_size}")
-        was_training = self.training
-        self.eval()
-        try:
-            caches = [KVCache() for _ in self.blocks]
-            new = idx
-            for _ in range(min(max_new_tokens, room)):
-                logits = self(new, caches=caches)[:, -1].float()    # (B, V)
-                if temperature < 1e-6:      # dividing by it would overflow
-                    new = logits.argmax(-1, keepdim=True)
-                else:
-                    if top_k and top_k < logits.size(-1):
-                        kth = logits.topk(top_k).values[:, -1:]
-                        logits = logits.masked_fill(logits < kth, -math.inf)
-                    new = torch.multinomial((logits / temperature).softmax(-1), 1)
-                idx = torch.cat((idx, new), dim=1)
-            return idx
-        finally:
-            self.train(was_training)
+        caches, new = [KVCache() for _ in self.blocks], idx
+        for _ in range(min(max_new_tokens, max(1, self.config.block_size - idx.size(-1)))):
+            logits = self(new, caches=caches)[:, -1].float()    # (B, V)
+            if top_k:
+                kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+                logits = logits.masked_fill(logits < kth, -math.inf)
+            if temperature < 1e-6:      # dividing by it would overflow
+                new = logits.argmax(-1, keepdim=True)
+            else:
+                new = torch.multinomial((logits / temperature).softmax(-1), 1)
+            idx = torch.cat((idx, new), dim=1)
+        return idx
 
     def compile_parts(self, whole=True):
         """
-        torch.compile, in place (parameter names stay). The plain model compiles as a whole. With routing each sublayer
-        compiles on its own, in delta form each layer, and one graph serves all of them: the sites between them, which
-        each see one source more, stay outside. With activation checkpointing, or if not `whole`, it is always
-        sublayers. -> whether the model compiled as a whole.
+        torch.compile, in place (parameter names stay). The plain model compiles as a whole. With routing
+        each sublayer compiles on its own, and one graph serves all of them: the sites between them, which
+        each see one source more, stay outside. With activation checkpointing, or if not `whole`, it is
+        always sublayers. -> whether the model compiled as a whole.
         """
         self.chunk_loss = torch.compile(chunk_loss)
-        whole = whole and not self.checkpoint_sublayers
-        if whole and self.config.H == 0:
+        whole = whole and not self.checkpoint_sublayers and self.config.H == 0
+        if whole:
             self.hidden = torch.compile(self.hidden)
-        elif whole and self.config.delta_blocks > 0:
-            self.delta_layer = torch.compile(self.delta_layer)
         else:
             for block in self.blocks:
                 block.attn.compile()
                 block.mlp.compile()
-        return whole and self.config.H == 0
+        return whole
 
     def parameter_groups(self, weight_decay, decay_embedding=True, query_lr=1.0):
         """
-        For AdamW: matrices decay; norm weights and all of the routing (vectors, a row a site) do not. A group's
-        'lr_scale', query_lr for the routing queries and 1 for the others, is for the caller to multiply its 'lr' by.
+        For AdamW: matrices decay; norm weights do not, and neither does the routing, which is whatever
+        the model holds itself. A group's 'lr_scale', query_lr for the routing queries and 1 for the others,
+        is for the caller to multiply its 'lr' by.
         """
-        matrices, vectors, queries = [], [], []
-        spared = ['gains'] + ['wte.weight'] * (not decay_embedding)
+        groups = [dict(params=[], weight_decay=decay, lr_scale=scale)
+                  for decay, scale in ((weight_decay, 1.0), (0.0, 1.0), (0.0, query_lr))]
         for name, p in self.named_parameters():
-            decays = p.dim() == 2 and name not in spared
-            (queries if name == 'queries' else matrices if decays else vectors).append(p)
-        groups = [{'params': matrices, 'weight_decay': weight_decay, 'lr_scale': 1.0},
-                  {'params': vectors, 'weight_decay': 0.0, 'lr_scale': 1.0},
-                  {'params': queries, 'weight_decay': 0.0, 'lr_scale': query_lr}]
+            decays = p.dim() == 2 and '.' in name and (decay_embedding or name != 'wte.weight')
+            groups[2 if name == 'queries' else 0 if decays else 1]['params'].append(p)
         return [group for group in groups if group['params']]       # H = 0 has no queries
 
     def count_parameters(self):
         """(embedding, rest): a tied embedding counts once; padding rows are not counted."""
         copies = 1 if self.config.tie_embeddings else 2
-        padding = copies * (self.config.padded_vocab - self.config.vocab_size) * self.config.n_embd
-        embedding = copies * self.config.vocab_size * self.config.n_embd
-        return embedding, sum(p.numel() for p in self.parameters()) - embedding - padding
+        stored, real = (copies * V * self.config.n_embd
+                        for V in (self.config.padded_vocab, self.config.vocab_size))
+        return real, sum(p.numel() for p in self.parameters()) - stored
 
     def flops_per_token(self):
         """
-        FLOPs of one training step per token, forward and backward: 6 a parameter (of the embedding only the head's
-        product), and 6 * n_layer * n_head * head_size * block_size for causal attention, which sees half of the block
-        on average. Routing's own are left out on purpose: MFU then compares H = 0, 1 and k as tokens a second do.
+        FLOPs of one training step per token, forward and backward: 6 a parameter (of the embedding only the
+        head's product), and 6 * n_layer * n_head * head_size * block_size for causal attention, which sees
+        half of the block on average. Routing's are left out: MFU then compares H as tokens a second do.
         """
         c = self.config
         attention = c.n_layer * c.n_head * c.head_size * c.block_size
         return 6 * (c.vocab_size * c.n_embd + self.count_parameters()[1] + attention)
 
-    def describe(self):
-        c, (embedding, rest) = self.config, self.count_parameters()
-        kind = {0: 'plain residual', 1: 'AttnRes'}.get(c.H, 'MHAR')
-        form = f" in delta form ({c.delta_blocks} groups)" if c.delta_blocks else ''
-        total, embedding, rest = (f"{n / 1e6:.2f}M" for n in (embedding + rest, embedding, rest))
-        return (f"{kind} (H={c.H}){form}, {c.n_layer} layers, width {c.n_embd}: "
-                f"{total} parameters = {embedding} embedding + {rest} rest")
+    # Models from weights.
 
     def graft(self, H, delta_blocks, query_init_std=0.0):
         """
-        This plain model in delta form: a new model on the very same weights, which computes exactly what this one does
-        until training moves its gates from 0. ConfigError if this one is not plain, or for what Config does not allow.
+        This plain model in delta form: a new model on the very same weights, which computes exactly what
+        this one does until training moves its gates from 0. ConfigError if this one is not plain.
         """
         if self.config.H > 0:
             raise ConfigError(f"H = {self.config.H}: only a plain model (H = 0) can be grafted onto")
         config = replace(self.config, H=H, delta_blocks=delta_blocks, query_init_std=query_init_std)
-        with torch.device('meta'):
-            model = Transformer(self.config)
-        model.load_state_dict(self.state_dict(keep_vars=True), assign=True)     # shared, not copied
-        model.cos, model.sin, model.config = self.cos, self.sin, config
-        model.add_routing()
+        model = Transformer.on(self.config, self.state_dict(keep_vars=True), (self.cos, self.sin))
+        model.config = config
+        add_routing(model)
         return model
 
     @classmethod
-    def from_checkpoint(cls, checkpoint, device='cpu', weights='model'):
-        """A model from what train.py saved (the dictionary in OUT/ckpt.pt); weights='ema' takes their average."""
-        model = cls.empty(Config(**checkpoint['model_config'] | {'router': 'auto'}), device)    # this machine's router
-        model.load_state_dict(checkpoint[weights])
+    def on(cls, config, weights, rope):
+        """A model on these tensors, name -> tensor, and rope_tables: shared, not copied."""
+        with torch.device('meta'):
+            model = cls(config)
+        model.load_state_dict(weights, assign=True)
+        model.cos, model.sin = rope
         return model
 
     @classmethod
-    def empty(cls, config, device, dtype=torch.float32):
-        """A model whose parameters hold anything, for weights that are about to be copied in."""
-        with torch.device('meta'):
-            model = cls(config).to(dtype)
-        model.to_empty(device=device)
-        model.cos, model.sin = (table.to(device) for table in rope_tables(config))      # fp32, whatever dtype is
+    def from_checkpoint(cls, source, device='cpu', weights='model'):
+        """A model from what train.py saved: its OUT, or the dictionary in OUT/ckpt.pt. weights='ema': their average."""
+        if not isinstance(source, dict):
+            source = torch.load(Path(source, 'ckpt.pt'), map_location='cpu', weights_only=True)
+        model = cls(config_of(source)).to(device)
+        model.load_state_dict(source[weights])
         return model
 
     @classmethod
     def from_pretrained(cls, source, block_size=None, dtype=torch.float32, device='cpu'):
         """
-        A plain model with the weights of a Llama or Qwen3 checkpoint in Hugging Face's layout. source is a folder with
-        config.json and .safetensors files, or OWNER/NAME on the hub (which needs huggingface_hub). block_size: see
-        pretrained_config. Memory: the weights in dtype, and one tensor. ConfigError lists whatever does not fit.
+        A plain model with the weights of a Llama or Qwen3: a folder in Hugging Face's layout, or OWNER/NAME
+        on the hub. block_size: see pretrained_config. ConfigError for what does not fit.
         """
-        folder = pretrained_folder(source)
-        model = cls.empty(pretrained_config(folder, block_size), device, dtype)
-        copy_pretrained(model, folder)
-        return model
+        config = pretrained_config(source, block_size)
+        # Loaded as not tied: transformers would drop the head of a tied model that has one of its own.
+        hf, found = import_transformers().AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, tie_word_embeddings=False, output_loading_info=True)
+        weights = {our_name(name): tensor.to(device) for name, tensor in hf.state_dict().items()}
+        missing = {our_name(name) for name in found['missing_keys']}
+        if config.tie_embeddings:
+            head = weights.pop('lm_head.weight')
+            if 'lm_head.weight' not in missing and not torch.equal(head, weights['wte.weight']):
+                raise ConfigError(f"{source}: its embedding is tied, and yet it has a head that is not the embedding")
+            missing.discard('lm_head.weight')
+        for name in {'wte.weight', 'lm_head.weight'} & weights.keys():
+            weights[name] = F.pad(weights[name], (0, 0, 0, config.padded_vocab - config.vocab_size))
+        with torch.device('meta'):
+            names = cls(config).state_dict().keys()
+        if wrong := sorted(missing | set(found['unexpected_keys']) | names ^ weights.keys()):
+            raise ConfigError(f"{source} does not fit its config.json: {', '.join(wrong)}")
+        return cls.on(config, weights, [table.to(device) for table in rope_tables(config)])
+
+
+def config_of(checkpoint):
+    """A checkpoint's Config; keys that are no longer known are dropped."""
+    known = {field.name for field in fields(Config)}
+    return Config(**{key: value for key, value in checkpoint['model_config'].items() if key in known})
 
 
 # Weights that others have trained.
 
-ARCHITECTURES = ('LlamaForCausalLM', 'Qwen3ForCausalLM')
-HF_NAMES = {'attn.norm': 'input_layernorm', 'attn.q': 'self_attn.q_proj', 'attn.k': 'self_attn.k_proj',
-            'attn.v': 'self_attn.v_proj', 'attn.q_norm': 'self_attn.q_norm', 'attn.k_norm': 'self_attn.k_norm',
-            'attn.proj': 'self_attn.o_proj', 'mlp.norm': 'post_attention_layernorm', 'mlp.gate': 'mlp.gate_proj',
-            'mlp.up': 'mlp.up_proj', 'mlp.down': 'mlp.down_proj'}
-VOCABULARY = ('model.embed_tokens.weight', 'lm_head.weight')    # a row a token; ours are padded to a round size
-
-
-def hf_name(name):
-    """'blocks.3.attn.q.weight' -> 'model.layers.3.self_attn.q_proj.weight', as Llama and Qwen3 call it."""
-    first, *rest = name.removesuffix('.weight').split('.', 2)
-    if first == 'blocks':
-        return f'model.layers.{rest[0]}.{HF_NAMES[rest[1]]}.weight'
-    return {'wte': 'model.embed_tokens.weight', 'norm': 'model.norm.weight', 'lm_head': 'lm_head.weight'}[first]
-
-
-def pretrained_folder(source):
-    """A folder as it is; OWNER/NAME is downloaded from the hub, into its cache -> Path."""
-    if Path(source).is_dir():
-        return Path(source)
-    if str(source).count('/') != 1 or str(source).startswith(('.', '/')):
-        raise ConfigError(f"{source} is neither a folder nor OWNER/NAME of a repository on the hub")
+def import_transformers():
     try:
-        from huggingface_hub import snapshot_download
-    except ImportError:
-        raise ConfigError(f"there is no folder {source}; downloading it from the hub needs the huggingface_hub "
-                          f"package: pip install huggingface_hub")
+        import transformers
+        return transformers
+    except ImportError as error:
+        raise ConfigError("reading a pretrained model needs transformers: pip install transformers") from error
+
+
+def our_name(name):
+    """'model.layers.3.self_attn.q_proj.weight' -> 'blocks.3.attn.q.weight'"""
+    for theirs, ours in (('model.embed_tokens', 'wte'), ('model.layers', 'blocks'), ('model.norm', 'norm'),
+                         ('input_layernorm', 'attn.norm'), ('post_attention_layernorm', 'mlp.norm'),
+                         ('self_attn', 'attn'), ('o_proj', 'proj'), ('_proj', '')):
+        name = name.replace(theirs, ours)
+    return name
+
+
+def pretrained_config(source, block_size=None):
+    """
+    The Config of a Llama or Qwen3. block_size defaults to 4,096, or to the longest sequence of the
+    checkpoint if that is shorter. ConfigError for what this model cannot compute.
+    """
     try:
-        return Path(snapshot_download(str(source), allow_patterns=['*.safetensors', '*.json'],
-                                      ignore_patterns='original/*'))
-    except (OSError, ValueError) as error:      # no network, no such repository, no permission
-        raise ConfigError(f"{source} cannot be downloaded: {str(error).splitlines()[0]}") from error
-
-
-def pretrained_config(folder, block_size=None):
-    """
-    The Config of a checkpoint, from its config.json. block_size defaults to 4,096, or to the checkpoint's longest
-    sequence if that is shorter. ConfigError for what this model cannot compute.
-    """
-    path = Path(folder, 'config.json')
+        hf = import_transformers().AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{source} cannot be read: {str(error).strip().splitlines()[0]}") from error
+    rope = dict(getattr(hf, 'rope_parameters', None) or getattr(hf, 'rope_scaling', None) or {})
+    kind, architecture = rope.get('rope_type', 'default'), (hf.architectures or [None])[0]
     def require(ok, problem):
         if not ok:
-            raise ConfigError(f"{path}: {problem}")
-    require(path.is_file(), "there is no such file; a checkpoint has one beside its .safetensors files")
-    try:
-        hf = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from error
-    require(isinstance(hf, dict), "must hold a JSON object")
-    architectures = hf.get('architectures')
-    require(architectures in [[name] for name in ARCHITECTURES],
-            f"architectures = {architectures}: must be one of {', '.join(ARCHITECTURES)}, in a list")
-    for key, wanted in dict(attention_bias=False, mlp_bias=False, use_sliding_window=False, hidden_act='silu',
-                            quantization_config=None, pretraining_tp=1).items():
-        require(hf.get(key, wanted) == wanted, f"{key} = {hf.get(key)}: only {wanted} is implemented")
-    rope = hf.get('rope_parameters') or hf.get('rope_scaling') or {}        # the first since transformers 5
-    require(isinstance(rope, dict), f"rope_parameters or rope_scaling = {rope!r}: must be an object")
-    kind = rope.get('rope_type', rope.get('type', 'default'))
-    require(kind in ('default', 'llama3'), f"rope_type {kind!r}: must be 'default' or 'llama3'")
-    values = {'rope_theta': 1e4} | hf | rope
-    needed = ('vocab_size', 'max_position_embeddings', 'num_hidden_layers', 'num_attention_heads', 'hidden_size',
-              'intermediate_size', 'rms_norm_eps', 'rope_theta') + (ROPE_SCALING if kind == 'llama3' else ())
-    wrong = [f"{key} = {values[key]!r}" if key in values else f"{key} is missing"
-             for key in needed if type(values.get(key)) not in (int, float)]
-    require(not wrong, f"{', '.join(wrong)}: must be a number")
-    longest = hf['max_position_embeddings']
-    require(block_size is None or block_size <= longest, f"block_size = {block_size}: must be {longest} or less")
+            raise ConfigError(f"{source}: {problem}")
+    require(architecture in ('LlamaForCausalLM', 'Qwen3ForCausalLM'), f"{architecture} is no Llama or Qwen3")
+    require(kind in ('default', 'llama3') and hf.hidden_act == 'silu' and not getattr(hf, 'use_sliding_window', 0),
+            f"{kind} RoPE, {hf.hidden_act}, or a sliding window: only default or llama3 RoPE, silu and none is known")
+    longest = hf.max_position_embeddings
+    require((block_size or 0) <= longest, f"block_size = {block_size}: must be {longest} or less")
     return Config(
-        vocab_size=hf['vocab_size'], block_size=block_size or min(longest, 4096), n_layer=hf['num_hidden_layers'],
-        n_head=hf['num_attention_heads'], n_kv_head=hf.get('num_key_value_heads') or hf['num_attention_heads'],
-        n_embd=hf['hidden_size'], ffn_dim=hf['intermediate_size'], H=0, head_dim=hf.get('head_dim'),
-        rope_theta=values['rope_theta'],
-        rope_scaling={key: values[key] for key in ROPE_SCALING} if kind == 'llama3' else None,
-        norm_eps=hf['rms_norm_eps'], qk_norm=architectures == ['Qwen3ForCausalLM'],
-        tie_embeddings=bool(hf.get('tie_word_embeddings')))
-
-
-@torch.no_grad()
-def copy_pretrained(model, folder):
-    """The checkpoint's tensors into a plain model of its Config, one at a time; ConfigError lists what does not fit."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ImportError:
-        raise ConfigError("reading a pretrained checkpoint needs the safetensors package: pip install safetensors")
-    index, names = Path(folder, 'model.safetensors.index.json'), ['model.safetensors']
-    if index.is_file():
-        try:
-            names = json.loads(index.read_text())['weight_map'].values()
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index} is damaged: {error!r}") from error
-    parameters, V = {hf_name(name): p for name, p in model.named_parameters()}, model.config.vocab_size
-    found, wrong = {}, []
-    try:
-        files = [safe_open(Path(folder, name), framework='pt') for name in sorted(set(names))]
-        for file in files:
-            for name in file.keys():
-                p, shape = parameters.get(name), tuple(file.get_slice(name).get_shape())
-                if p is not None:
-                    expected = (V, *p.shape[1:]) if name in VOCABULARY else tuple(p.shape)
-                    wrong += [f"{name} is {shape}, should be {expected}"] * (shape != expected)
-                    found[name] = file
-                elif not name.endswith(('rotary_emb.inv_freq', 'lm_head.weight')):      # tied: the embedding again
-                    wrong.append(f"{name} is unknown")
-        wrong += [f"{name} is missing" for name in parameters.keys() - found.keys()]
-        if wrong:
-            raise ConfigError(f"{folder} does not fit its config.json: {'; '.join(sorted(wrong))}")
-        for name, file in found.items():
-            tensor, p = file.get_tensor(name), parameters[name]
-            p[:len(tensor)].copy_(tensor)
-            p[len(tensor):].zero_()             # the padding rows of the embedding and the head
-    except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{folder}: a .safetensors file is missing or damaged: {error}") from error
+        vocab_size=hf.vocab_size, block_size=block_size or min(longest, 4096), n_layer=hf.num_hidden_layers,
+        n_head=hf.num_attention_heads, n_kv_head=hf.num_key_value_heads, n_embd=hf.hidden_size,
+        ffn_dim=hf.intermediate_size, H=0, head_dim=hf.head_dim, norm_eps=hf.rms_norm_eps,
+        rope_theta=rope.get('rope_theta') or hf.rope_theta,
+        rope_scaling={key: rope[key] for key in ROPE_SCALING} if kind == 'llama3' else None,
+        qk_norm=architecture == 'Qwen3ForCausalLM', tie_embeddings=hf.tie_word_embeddings)

@@ -17,8 +17,9 @@ import sys
 import threading
 import weakref
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import FrozenInstanceError, asdict, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -189,11 +190,6 @@ def test_generation_settings():
     assert torch.equal(draw(top_k=None), draw(top_k=0)) and torch.equal(draw(top_k=None), draw(top_k=10_000))
     assert torch.equal(draw(top_k=1), draw(temperature=0))
     assert model.generate(prompt, 1000).shape == (1, 24), "stops at block_size"
-    with pytest.raises(ValueError, match='block_size = 24'):
-        model.generate(tokens(1, 25), 1)
-    for mode in (True, False):
-        model.train(mode).generate(prompt, 2)
-        assert model.training == mode
 
 
 def test_padding_rows_are_never_sampled_nor_trained():
@@ -272,19 +268,48 @@ def test_all_H_of_one_seed_start_from_the_same_weights():
     (dict(H=-2), 'H = -2'),
     (dict(n_kv_head=3), 'n_kv_head = 3: must be a divisor of n_head = 4'),
     (dict(n_head=5, n_kv_head=5), 'n_head = 5: must be a divisor of n_embd = 32'),
-    (dict(n_embd=36), 'n_head = 4: must be such that n_embd / n_head is even'),
+    (dict(n_embd=36), 'n_head = 4: must be such that an attention head has an even width'),
+    (dict(head_dim=7), 'head_dim = 7: must be such that an attention head has an even width'),
     (dict(n_layer=0), 'n_layer = 0: must be a positive whole number'),
     (dict(block_size=2.5), 'block_size = 2.5'),
     (dict(query_init_std=-1.0), 'query_init_std = -1.0'),
-    (dict(delta_blocks=4), 'delta_blocks = 4: must be 0 (no delta form) or the number of groups that the 3 layers'),
-    (dict(H=0, delta_blocks=2), 'delta_blocks = 2: must be 0 where H = 0'),
+    (dict(delta_blocks=4), 'delta_blocks = 4: must be from 0 to n_layer = 3'),
+    (dict(H=0, delta_blocks=2), 'and 0 where H = 0'),
     (dict(norm_eps=0.0, delta_blocks=2), 'norm_eps = 0.0: must be more than 0 in delta form'),
-    (dict(router='magic'), "router = 'magic': must be one of auto, eager, fused_simple, fused"),
 ])
 def test_config_errors_name_field_value_and_what_is_allowed(changes, words):
     with pytest.raises(ConfigError) as error:
         small_config(**{'H': 2} | changes)
     assert words in str(error.value)
+
+
+def test_presets_follow_their_key_value_heads_and_stay_what_they_are():
+    changed = replace(PRESETS['100m'], n_kv_head=2)
+    assert changed.H == 2 and replace(changed, n_kv_head=8).H == 8 and replace(changed, H=1, n_kv_head=8).H == 1
+    assert replace(PRESETS['100m'], H=4, n_kv_head=2).H == 4 and type(asdict(changed)['H']) is int
+    with pytest.raises(FrozenInstanceError):
+        PRESETS['tiny'].n_layer = 3
+
+
+def test_what_is_no_token_is_refused():
+    model = small_model()
+    for wrong in ((tokens(1, 4) + 61, None), (tokens(1, 4), tokens(1, 4) + 61)):    # rows that pad the vocabulary
+        with pytest.raises((IndexError, RuntimeError), match='out of (range|bounds)'):
+            model(*wrong)
+    for idx in (tokens(4), tokens(1, 25), tokens(1, 0)):
+        with pytest.raises(ValueError, match='must be .B, T., and .* from 1 to block_size = 24 tokens'):
+            model(idx)
+        with pytest.raises(ValueError, match='must be .B, T.'):
+            model.generate(idx, 1)
+    with pytest.raises(ValueError, match="reduction = 'sum'"):
+        model(tokens(1, 4), tokens(1, 4), reduction='sum')
+
+
+def test_second_derivatives_through_the_loss_are_refused():
+    model = small_model()
+    late = [model.norm.weight, *model.blocks[-1].mlp.parameters()]      # PyTorch's attention refuses by itself
+    with pytest.raises(RuntimeError, match='no second derivatives'):
+        torch.autograd.grad(model(tokens(1, 8), tokens(1, 8)), late, create_graph=True)
 
 
 # The delta form.
@@ -377,16 +402,20 @@ def test_pretrained_models_compute_what_transformers_does(tmp_path, kind):
     assert all(torch.equal(p, q.bfloat16()) for p, q in zip(half.parameters(), ours.parameters()))
     grafted = ours.graft(H=2, delta_blocks=2)
     assert torch.equal(grafted(idx), ours(idx))
-    saved = {'model_config': asdict(grafted.config), 'model': grafted.state_dict()}
-    torch.save(saved, tmp_path / 'ckpt.pt')
-    again = Transformer.from_checkpoint(torch.load(tmp_path / 'ckpt.pt', weights_only=True))
-    assert again.config == replace(grafted.config, router='auto') and torch.equal(again(idx), ours(idx))
+    saved = {'model_config': asdict(grafted.config) | {'router': 'fused'}, 'model': grafted.state_dict()}
+    torch.save(saved, tmp_path / 'ckpt.pt')         # with a key that a Config once had
+    again = Transformer.from_checkpoint(tmp_path)
+    assert again.config == grafted.config and torch.equal(again(idx), ours(idx))
 
 
 @pytest.mark.parametrize('change, words', [
-    (dict(num_hidden_layers=4), 'model.layers.3.input_layernorm.weight is missing'),
-    (dict(num_hidden_layers=2), 'model.layers.2.mlp.down_proj.weight is unknown'),
-    (dict(vocab_size=80), 'model.embed_tokens.weight is (75, 32), should be (80, 32)'),
+    (dict(num_hidden_layers=4), 'does not fit its config.json: blocks.3.attn.k.weight'),
+    (dict(num_hidden_layers=2), 'model.layers.2.mlp.down_proj.weight'),
+    (dict(attention_bias=True), 'blocks.0.attn.k.bias'),
+    (dict(architectures=['GPT2LMHeadModel']), 'GPT2LMHeadModel is no Llama or Qwen3'),
+    (dict(hidden_act='gelu'), 'default RoPE, gelu'),
+    (dict(rope_parameters=dict(rope_type='yarn', rope_theta=1e3, factor=4.0)), 'yarn RoPE'),
+    (dict(tie_word_embeddings=True), 'a head that is not the embedding'),
 ])
 def test_a_checkpoint_that_does_not_fit_is_told(tmp_path, change, words):
     pretrained(tmp_path, 'llama')
@@ -394,63 +423,25 @@ def test_a_checkpoint_that_does_not_fit_is_told(tmp_path, change, words):
     (tmp_path / 'config.json').write_text(json.dumps(config | change))
     with pytest.raises(ConfigError) as error:
         Transformer.from_pretrained(tmp_path)
-    assert words in str(error.value)
+    assert words in str(error.value) and '\n' not in str(error.value)
 
 
-LLAMA = dict(architectures=['LlamaForCausalLM'], vocab_size=75, max_position_embeddings=96, num_hidden_layers=3,
-             num_attention_heads=4, hidden_size=32, intermediate_size=48, rms_norm_eps=1e-5)
-
-
-@pytest.mark.parametrize('spec, words', [
-    (LLAMA | dict(architectures=['GPT2LMHeadModel']), 'must be one of LlamaForCausalLM, Qwen3ForCausalLM, in a list'),
-    (LLAMA | dict(architectures='LlamaForCausalLM'), 'architectures = LlamaForCausalLM: must be'),
-    (LLAMA | dict(attention_bias=True), 'attention_bias = True: only False'),
-    (LLAMA | dict(max_position_embeddings=None), 'max_position_embeddings = None: must be a number'),
-    (LLAMA | dict(rms_norm_eps='1e-5', rope_theta=[]), "rms_norm_eps = '1e-5', rope_theta = []: must be a number"),
-    (LLAMA | dict(hidden_size=32.0), 'n_embd = 32.0: must be a positive whole number'),
-    (LLAMA | dict(num_key_value_heads='2'), "n_kv_head = '2': must be a positive whole number"),
-    (LLAMA | dict(rope_scaling=[1]), 'rope_scaling = [1]: must be an object'),
-    (LLAMA | dict(rope_parameters=dict(rope_type='yarn')), "rope_type 'yarn': must be 'default' or 'llama3'"),
-    (LLAMA | dict(rope_parameters=dict(rope_type='llama3')), "factor is missing, low_freq_factor is missing"),
-    ([], 'must hold a JSON object'),
-])
-def test_a_config_json_that_cannot_be_used_is_told(tmp_path, spec, words):
-    path = tmp_path / 'config.json'
-    path.write_text(json.dumps(LLAMA))
-    assert mhar.pretrained_config(tmp_path).rope_theta == 1e4
-    path.write_text(json.dumps(spec))
-    with pytest.raises(ConfigError) as error:
-        mhar.pretrained_config(tmp_path)
-    assert words in str(error.value)
-
-
-def test_an_absent_checkpoint_is_told(tmp_path):
-    with pytest.raises(ConfigError, match='neither a folder nor OWNER/NAME'):
-        Transformer.from_pretrained(tmp_path / 'nowhere')
-    with pytest.raises(ConfigError, match='config.json: there is no such file'):
-        Transformer.from_pretrained(tmp_path)
-
-
-def test_a_damaged_checkpoint_is_told(tmp_path):
+def test_an_absent_checkpoint_is_told(tmp_path, monkeypatch):
     pretrained(tmp_path / 'a', 'qwen3')
     with pytest.raises(ConfigError, match='block_size = 97: must be 96 or less'):
         Transformer.from_pretrained(tmp_path / 'a', block_size=97)
-    shard = sorted((tmp_path / 'a').glob('*.safetensors'))[1]
-    shard.write_bytes(shard.read_bytes()[:-100])
-    with pytest.raises(ConfigError, match='missing or damaged'):
-        Transformer.from_pretrained(tmp_path / 'a')
-    shard.unlink()
-    with pytest.raises(ConfigError, match=shard.name):
-        Transformer.from_pretrained(tmp_path / 'a')
-    (tmp_path / 'a/model.safetensors.index.json').write_text('{"weight_map": ')
-    with pytest.raises(ConfigError, match='index.json is damaged'):
+    with pytest.raises(ConfigError, match='nowhere cannot be read'):
+        Transformer.from_pretrained(tmp_path / 'nowhere')
+    monkeypatch.setitem(sys.modules, 'transformers', None)
+    with pytest.raises(ConfigError, match='pip install transformers'):
         Transformer.from_pretrained(tmp_path / 'a')
 
 
 # The fused kernels, in Triton's interpreter where there is no GPU.
 
 needs_triton = pytest.mark.skipif(kernel is None, reason='Triton is not installed (it exists for Linux only)')
-FUSED = ['fused_simple', 'fused']
+# Of two fp32 computations of a chain of 11 sites: sums of some 64 terms, each off by 2^-24, at every site.
+CHAIN = 64 * 11 * 2**-24
 
 
 def small_network(router, q, sites, checkpointed=False):
@@ -472,10 +463,10 @@ def some_queries(N=11, D=32):
 
 
 def eager_router(q, H):
-    return mhar.EagerRouter(q, torch.ones_like(q), H, 1e-6)
+    return mhar.EagerRouter([q, torch.ones_like(q)], H, 1e-6)
 
 
-@pytest.mark.parametrize('form, graphs', [(dict(H=0), 1), (dict(H=2), 2), (dict(H=2, delta_blocks=3), 1)])
+@pytest.mark.parametrize('form, graphs', [(dict(H=0), 1), (dict(H=2), 2), (dict(H=2, delta_blocks=3), 2)])
 def test_compiled_parts_are_one_graph_for_all_layers(monkeypatch, form, graphs):
     model, idx = small_model(n_layer=5, **form).float(), tokens(2, 9)
     compiled = deepcopy(model)
@@ -561,7 +552,7 @@ def random_sites(N, H, K, T, scale, dtype, seed=0):
 CASES = [(N, *shape, (1, 30)[(i + j) % 2]) for i, N in enumerate((1, 2, 3, 10, 31, 32, 33, 49, 73))
          for j, shape in enumerate(((1, 48, 7), (2, 160, 33), (4, 24, 129), (8, 128, 65)))]
 CASES = [*CASES, (19, 16, 64, 17, 1), (19, 1, 1024, 17, 1), (19, 1, 1280, 17, 1)]
-SMALL_CASES = [(2, 1, 24, 2, 30), (26, 2, 24, 1, 1), (10, 2, 160, 1, 3), (10, 1, 400, 1, 1), (17, 2, 20, 3, 10)]
+SMALL_CASES = [(2, 1, 24, 2, 30), (26, 2, 24, 1, 1), (10, 2, 160, 1, 3), (10, 1, 400, 1, 1), (10, 2, 20, 3, 10)]
 
 
 @needs_triton
@@ -590,18 +581,17 @@ def test_fused_equals_eager_in_every_read_and_gradient(monkeypatch, case, dtype)
 
 
 @needs_triton
-@pytest.mark.parametrize('name, form', [('fused', dict(H=1)), ('fused', dict(H=4)), ('fused_simple', dict(H=4)),
-                                        ('fused', dict(H=4, delta_blocks=2))])
-def test_a_fused_model_equals_an_eager_one(name, form):
+@pytest.mark.parametrize('form', [dict(H=4), dict(H=4, delta_blocks=2)], ids=str)
+def test_a_fused_model_equals_an_eager_one(form):
     model, idx, results = small_model(n_layer=5, **form).float().to(DEVICE), tokens(1, 3).to(DEVICE), []
     if 'delta_blocks' in form:
         torch.nn.init.normal_(model.gates)      # at 0 they would hide the reads
-    for model.config.router, model.checkpoint_sublayers in (('eager', False), (name, False), (name, True)):
+    for model.router, model.checkpoint_sublayers in (('eager', False), ('fused', False), ('fused', True)):
         loss = model(idx, idx)
         results.append([loss, *torch.autograd.grad(loss, model.parameters())])
     for result in results[1:]:
         for got, want in zip(result, results[0]):
-            assert (got - want).norm() <= 2e-5 * want.norm() + 1e-7
+            assert (got - want).norm() <= CHAIN * want.norm() + 1e-7
     out = model.generate(idx[:, :1], 2, temperature=0)
     logits = model(out)
     assert torch.equal(out[:, 1:], logits[:, :-1].argmax(-1)), "cached generation, a token at a time"
@@ -612,56 +602,50 @@ def test_a_fused_model_equals_an_eager_one(name, form):
 
 
 @needs_triton
-@pytest.mark.parametrize('M, sites, H, K, T', [(2, 3, 2, 16, 1), (9, 10, 2, 20, 3), (3, 2, 1, 200, 3),
-                                               (17, 2, 1, 16, 1)])
+@pytest.mark.parametrize('M, sites, H, K, T', [(2, 3, 2, 16, 1), (9, 9, 1, 20, 3), (3, 2, 1, 200, 1), (17, 2, 1, 16, 1)])
 def test_group_reads_equal_route_in_every_read_and_gradient(M, sites, H, K, T):
-    g = torch.Generator().manual_seed(0)
-    sources = [torch.randn(1, T, H * K, generator=g).to(DEVICE).requires_grad_() for _ in range(M)]
-    queries = (torch.randn(sites, H * K, generator=g) / K ** 0.5).to(DEVICE).requires_grad_()
-    weights = [torch.randn(1, T, H * K, generator=g).to(DEVICE) for _ in range(sites)]
-    one, gates = torch.ones_like(queries[0]), torch.linspace(-1, 1, sites, device=DEVICE).requires_grad_()
-    fused = kernel.group_reads(sources, queries, gates, H)
-    eager = [gate * route(sources, query, one, H) for gate, query in zip(gates, queries)]
-    results = [[*reads, *torch.autograd.grad(reads[:-1], [*sources, queries, gates], weights[:-1], retain_graph=True)]
-               for reads in (fused, fused, eager)]      # the last read is not used
-    for got, again, want in zip(*results):
-        assert torch.equal(got, again) and (got - want).norm() <= 1e-5 * want.norm()
-    moved = [x * 1 for x in sources]
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):    # backward gets them back elsewhere
+    sources, queries, weights = random_sites(max(M, sites), H, K, T, 1, torch.float32)
+    sources, queries, weights = sources[:M], queries[:sites], weights[:sites]
+    gates = torch.linspace(-1, 1, sites, device=DEVICE).requires_grad_()
+    exact = [x.double() for x in sources], queries.double(), [g * w.double() for g, w in zip(gates.detach(), weights)]
+    want, bounds = exact_and_bounds(*exact, H, torch.float32, shared=True)
+    inputs = [*(x.requires_grad_() for x in sources), queries.requires_grad_(), gates]
+
+    def gradients(reads):
+        found = torch.autograd.grad(reads, inputs, weights)
+        return [torch.stack(found[:M]), *found[M:]]
+    reads = kernel.group_reads(sources, queries, gates, H)
+    got = [torch.stack(reads), *gradients(reads)]
+    want_gates = (want[0] * torch.stack(weights)).flatten(1).sum(1)
+    bound = (bounds[0] * torch.stack(weights).abs()).flatten(1).sum(1) + T * H * K * 2**-22
+    scale = gates.detach().abs()[:, None, None, None]
+    for a, b, c in zip(got, (want[0] * gates.detach()[:, None, None, None], *want[1:], want_gates),
+                       (bounds[0] * scale + 2**-22, *bounds[1:], bound)):
+        assert ((a - b).abs() <= c).all()
+    # Backward wants what was read then, queries and gates too, and finds sources that a hook has moved.
+    moved = [x.detach().clone().requires_grad_() for x in sources]
+    inputs[:M] = moved
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
         reads = kernel.group_reads(moved, queries, gates, H)
     for x in moved:
         x.data.fill_(math.nan)
-    kept = [x.data.clone() for x in (queries, gates)]
     queries.data.add_(1)
     gates.data.add_(1)
-    again = torch.autograd.grad(reads[:-1], [*sources, queries, gates], weights[:-1])
-    assert all(torch.equal(a, b) for a, b in zip(again, results[0][sites:])), "of what was read, then"
-    queries.data, gates.data = kept
-    clones = []
+    assert all(torch.equal(a, b) for a, b in zip(gradients(reads), got[1:]))
 
-    def unpack(x):      # for the first backward pass elsewhere, for the second where it was
-        if len(clones) == M:
-            return x
-        clones.append(x.clone())
-        return clones[-1]
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, unpack):
-        reads = kernel.group_reads(sources, queries, gates, H)
-    for _ in range(2):
-        again = torch.autograd.grad(reads[:-1], [*sources, queries, gates], weights[:-1], retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(again, results[0][sites:]))
-        for x in clones:
-            x.fill_(math.nan)
-    with pytest.raises(ValueError, match='multiple of H > 0, .* with H = 3'):
-        kernel.group_reads(sources, queries, gates, 3)
-    with pytest.raises(ValueError, match='no sources'):
-        kernel.group_reads([], queries, gates, H)
-    for bad in ([sources[0], sources[1].half()], [sources[0], sources[1][..., 1:]], [x[..., 1:] for x in sources]):
-        with pytest.raises(ValueError, match='one shape and dtype'):
-            kernel.group_reads(bad, queries, gates, H)
-    with pytest.raises(ValueError, match=f'gates must be .{sites},., one a query, not .1,.'):
-        kernel.group_reads(sources, queries, gates[:1], H)
-    with pytest.raises(ValueError, match='one device'):
-        kernel.group_reads(sources, queries, gates.to('meta'), H)
+
+@needs_triton
+def test_misuse_of_group_reads_raises():
+    q, gates = some_queries(3), torch.ones(3, device=DEVICE)
+    sources = [torch.randn(1, 3, 32, device=DEVICE) for _ in range(2)]
+    for call, words in (((sources, q, gates, 3), 'multiple of H > 0, .* with H = 3'), (([], q, gates, 2), '0 sources'),
+                        (([sources[0], sources[1].half()], q, gates, 2), 'one shape, dtype and device'),
+                        (([sources[0], sources[1][..., 1:]], q, gates, 2), 'one shape, dtype and device'),
+                        (([x[..., 1:] for x in sources], q, gates, 2), 'sources are 31 wide'),
+                        ((sources, q, gates[:1], 2), 'gates must be .3,., .* not .1,.'),
+                        ((sources, q, gates.to('meta'), 2), 'beside them')):
+        with pytest.raises(ValueError, match=words):
+            kernel.group_reads(*call)
 
 
 @needs_triton
@@ -677,15 +661,15 @@ def test_a_gpu_with_less_shared_memory_gets_a_smaller_configuration_or_a_clear_e
             self.takes = takes
         def __getitem__(self, grid):
             def launch(*args, **config):
-                tried.append((config['P'], config['num_stages']))
+                tried.append(config['num_stages'])
                 if tried[-1] != self.takes:
                     raise kernel.OutOfResources(300_000, 101_376, 'shared memory')
                 return group_fwd[grid](*args, **config)
             return launch
     group_fwd, want = kernel.group_fwd, reads(x.half())
-    monkeypatch.setattr(kernel, 'group_fwd', Refusing((1, 1)))
+    monkeypatch.setattr(kernel, 'group_fwd', Refusing(1))
     torch.testing.assert_close(reads(x.half()), want)
-    assert tried == [(2, 2), (1, 2), (1, 1)]
+    assert len(tried) == 2 and tried[1] == 1
     monkeypatch.setattr(kernel, 'group_fwd', Refusing(None))
     with pytest.raises(RuntimeError, match='H = 2 at width 32 does not fit this GPU .*shared memory'):
         reads(x)
@@ -695,80 +679,76 @@ def test_a_gpu_with_less_shared_memory_gets_a_smaller_configuration_or_a_clear_e
 def test_a_grafted_model_is_its_base_bit_for_bit_with_the_fused_reads():
     base, idx = small_model(0).float().to(DEVICE), tokens(2, 9).to(DEVICE)
     model = base.graft(H=4, delta_blocks=2)
-    model.config.router = 'fused'
+    model.router = 'fused'
     for bf16 in (False, True) if DEVICE == 'cuda' else (False,):      # the interpreter's bf16 is a bit pattern
         with torch.autocast(DEVICE, torch.bfloat16, enabled=bf16):
             assert torch.equal(model(idx), base(idx))
 
 
 @needs_triton
-@pytest.mark.parametrize('name', FUSED)
-@pytest.mark.parametrize('sites, checkpointed', [(11, False), (11, True), (10, False), (5, False)])
-def test_routers_feed_a_network_also_if_it_stops_early(name, sites, checkpointed):
-    q = some_queries()
-    results = []
-    for router in (eager_router(q, 2), kernel.OPERATORS[name](q, 2)):
+@pytest.mark.parametrize('group, sites, checkpointed', [(8, 11, True), (8, 10, False), (8, 5, False), (1, 5, False)])
+def test_routers_feed_a_network_also_if_it_stops_early(group, sites, checkpointed):
+    q, results = some_queries(), []
+    for router in (eager_router(q, 2), kernel.DepthRouter(q, 2, group=group)):      # group=1 goes site by site
         loss, inputs = small_network(router, q, sites, checkpointed)
         results.append([loss, *torch.autograd.grad(loss, inputs)])
     for got, want in zip(*reversed(results)):
-        assert (got - want).norm() <= 1e-5 * want.norm()
+        assert (got - want).norm() <= CHAIN * want.norm()
 
 
 @needs_triton
-@pytest.mark.parametrize('name', FUSED)
-def test_misuse_of_a_router_raises(name):
+def test_misuse_of_a_router_raises():
     q, x = some_queries(), torch.randn(1, 3, 32, device=DEVICE)
-    router = kernel.OPERATORS[name](q, 2)
+
+    def used():
+        router = kernel.DepthRouter(q, 2)
+        router(x)
+        return router
+    router = kernel.DepthRouter(q, 2)
     loss, inputs = small_network(router, q, 11)
-    with pytest.raises(RuntimeError, match='all 11 reads are done'):
+    with pytest.raises(RuntimeError, match='a router takes N = 11 sources'):
         router(x)
     torch.autograd.grad(loss, inputs, retain_graph=True)
-    with pytest.raises(RuntimeError, match='second backward'):
+    with pytest.raises(RuntimeError, match='a second one through the same reads'):
         torch.autograd.grad(loss, inputs)
-    with pytest.raises(RuntimeError, match='after the backward pass has begun'):
-        router(x)
-    for other in (torch.randn(1, 4, 32), x.cpu().half()):
-        router = kernel.OPERATORS[name](q, 2)
-        router(x)
-        with pytest.raises(RuntimeError, match='the first was'):
-            router(other.to(DEVICE))
+    loss, inputs = small_network(kernel.DepthRouter(q, 2), q, 5)
+    with pytest.raises(RuntimeError, match='no second derivatives'):
+        torch.autograd.grad(loss, inputs[:1], create_graph=True)
+    router = kernel.DepthRouter(q, 2)
+    router(x.requires_grad_()).sum().backward()
+    for late, source in ((router, x), (used(), x[:, 1:]), (used(), x.half())):
+        with pytest.raises(RuntimeError, match='sources like the first, .* before its backward pass'):
+            late(source)
+    with torch.no_grad(), pytest.raises(RuntimeError, match='with or without gradients'):
+        used()
+        (lambda router: torch.enable_grad()(router)(x))(used())
     for H in (3, 0):
         with pytest.raises(ValueError, match=f'multiple of H > 0, .* with H = {H}'):
-            kernel.OPERATORS[name](q, H)
-    with pytest.raises(RuntimeError, match='torch.float64, must be float32, bfloat16 or float16'):
-        kernel.OPERATORS[name](q, 2)(x.double())
-    router = kernel.OPERATORS[name](q, 2)
-    with torch.no_grad():
-        router(x)
-    with pytest.raises(RuntimeError, match='some reads under no_grad'):
-        router(x)
-    sources = [torch.randn(3, 32, device=DEVICE, requires_grad=True) for _ in range(3)]
-    router = kernel.OPERATORS[name](q, 2)
-    reads = [router(s) for s in sources]
-    sources[1].data.add_(0)             # .data escapes autograd's bookkeeping: allowed, as everywhere in PyTorch
-    with torch.no_grad():
-        sources[1].add_(1)
-    with pytest.raises(RuntimeError, match=r'sources \[1\] were modified in place'):
-        torch.autograd.grad(sum(r.sum() for r in reads), sources)
-    router = kernel.OPERATORS[name](q, 2)
-    reads = [router(s) for s in sources]
-    loss = sum(r.sum() for r in reads)
-    with torch.no_grad():
-        reads[1].mul_(5)
-    with pytest.raises(RuntimeError, match='a read was modified in place'):
-        torch.autograd.grad(loss, sources)
+            kernel.DepthRouter(q, H)(x)
+    for source, words in ((x.double(), 'torch.float64, must be float32, bfloat16 or float16'),
+                          (x[..., 1:], 'sources are 31 wide')):
+        with pytest.raises(ValueError, match=words):
+            kernel.DepthRouter(q, 2)(source)
+    for change in (lambda sources, reads: sources[1].add_(1), lambda sources, reads: reads[1].mul_(5)):
+        sources = [torch.randn(3, 32, device=DEVICE, requires_grad=True) for _ in range(3)]
+        router = kernel.DepthRouter(q, 2)
+        reads = [router(s) for s in sources]
+        loss = sum(r.sum() for r in reads)
+        with torch.no_grad():
+            change(sources, reads)
+        with pytest.raises(RuntimeError, match='modified by an inplace operation'):
+            torch.autograd.grad(loss, sources)
 
 
 @needs_triton
-@pytest.mark.parametrize('name', FUSED)
-def test_nothing_big_outlives_the_backward_pass(name):
+def test_nothing_big_outlives_the_backward_pass():
     q = some_queries()
-    router = kernel.OPERATORS[name](q, 2)
-    loss, inputs = small_network(router, q, 11)
+    router = kernel.DepthRouter(q, 2)
+    loss, inputs = small_network(router, q, 5)
     torch.autograd.grad(loss, inputs)
     assert not any(torch.is_tensor(v) or isinstance(v, list) for v in vars(router.tape).values())
-    router = kernel.OPERATORS[name](q, 2)
-    loss, inputs = small_network(router, q, 11)
+    router = kernel.DepthRouter(q, 2)
+    loss, inputs = small_network(router, q, 5)
     tape = weakref.ref(router.tape)
     del router, loss, inputs
     gc.collect()
@@ -776,31 +756,40 @@ def test_nothing_big_outlives_the_backward_pass(name):
 
 
 @needs_triton
-@pytest.mark.parametrize('name', FUSED)
-def test_two_routers_at_once_and_autocast(name):
+def test_two_routers_at_once_and_autocast():
     q = some_queries()
-    sources = [torch.randn(1, 32, device=DEVICE, requires_grad=True) for _ in range(11)]
+    sources = [torch.randn(1, 32, device=DEVICE, requires_grad=True) for _ in range(3)]
     results = []
-    for make in (eager_router, kernel.OPERATORS[name]):
+    for make in (eager_router, kernel.DepthRouter):
         a, b = make(q, 2), make(q, 4)
         pairs = [(a(s[None]), b(2 * s[None])) for s in sources]
         results.append(torch.autograd.grad(sum(x.square().sum() + y.square().sum() for x, y in pairs), [*sources, q]))
     for got, want in zip(*reversed(results)):
-        assert (got - want).norm() <= 1e-5 * want.norm()
+        assert (got - want).norm() <= CHAIN * want.norm()
     with torch.inference_mode():
-        assert torch.equal(kernel.OPERATORS[name](q, 2)(sources[0]), sources[0])
+        assert torch.equal(kernel.DepthRouter(q, 2)(sources[0]), sources[0])
     with torch.autocast(DEVICE, torch.bfloat16):
-        assert kernel.OPERATORS[name](q, 2)(sources[0]).dtype == torch.bfloat16
+        assert kernel.DepthRouter(q, 2)(sources[0]).dtype == torch.bfloat16
 
 
 def test_a_fused_router_that_cannot_run_is_a_clear_error(monkeypatch):
     monkeypatch.delenv('TRITON_INTERPRET', raising=False)
+    model = small_model(2).float()
+    assert model.router_on(torch.device('cpu')) == 'eager'
+    model.router = 'fused'
     with pytest.raises(ConfigError, match="router = 'fused': needs Triton and a CUDA GPU"):
-        small_model(2, router='fused').float()(tokens(1, 4))
-    assert small_model(2).router_on(torch.device('cpu')) == 'eager'
-    config = asdict(small_config(2, router='fused'))
-    saved = {'model_config': config, 'model': Transformer(small_config(2)).state_dict()}
-    assert Transformer.from_checkpoint(saved).router_on(torch.device('cpu')) == 'eager', "trained on a GPU, read here"
+        model(tokens(1, 4))
+
+
+@needs_triton
+@pytest.mark.parametrize('name', ['route', 'fold'])
+def test_a_router_of_ones_own_is_trained_eagerly_or_in_fold(monkeypatch, name):
+    original, model = getattr(mhar, name), small_model(2).float().to(DEVICE)
+    assert train.fused_is_route(model)
+    changed = lambda *args: 1.1 * original(*args)
+    monkeypatch.setattr(mhar, name, changed)
+    monkeypatch.setattr(train, name, changed)
+    assert bool(train.fused_is_route(model)) == (name == 'fold'), "the kernels see what fold returns"
 
 
 # Data.
@@ -1356,8 +1345,8 @@ def test_resume_goes_by_the_run_and_not_by_the_preset(text_data, tmp_path, capsy
     saved = checkpoint(tmp_path / 'run')
     saved['model_config']['of_another_version'] = 1
     torch.save(saved, tmp_path / 'run/ckpt.pt')
-    for flags in (['--resume', out], [f'--init_from={tmp_path}/run']):
-        assert 'does not fit this model.py' in refused(capsys, *flags)
+    train.main(['--resume', out])       # a key of another version is dropped
+    assert checkpoint(tmp_path / 'run')['step'] == 4
     (tmp_path / 'run/ckpt.pt').write_bytes(b'half')
     assert 'ckpt.pt cannot be read' in refused(capsys, '--resume', out)
 
@@ -1521,17 +1510,17 @@ def test_flags_take_every_usual_form():
     (['--preset=7b'], "preset = '7b': must be one of tiny, 100m, 350m, 1b"),
     (['--H=3'], 'H = 3: must be 0 or a divisor of n_embd'),
     (['--graft'], '--graft cannot apply: there is no --init_from'),
-    (['--init_from=a/b/c'], 'a/b/c is neither a folder nor OWNER/NAME'),
+    (['--init_from=a/b/c'], 'a/b/c cannot be read: Repo id must be' if find_spec('transformers') else 'pip install transformers'),
     (['--init_from=a', '--preset=tiny'], '--preset cannot apply: the shape is that of --init_from'),
     (['--init_from=a', '--n_embd=64'], '--n_embd cannot apply: the shape is that of --init_from'),
     (['--ema=1'], 'ema = 1.0: must be 0 or more and below 1'),
     (['--z_loss=-1'], 'z_loss = -1.0: must be 0 or more'),
-    (['--H=0', '--delta_blocks=2'], 'delta_blocks = 2: must be 0 where H = 0'),
+    (['--H=0', '--delta_blocks=2'], 'delta_blocks = 2: must be from 0 to n_layer = 4, and 0 where H = 0'),
     (['--H=0', '--query_init_std=0.02'], '--query_init_std cannot apply'),
     (['--H=0', '--query_lr=4'], '--query_lr cannot apply'),
     (['--query_lr=-1'], 'query_lr = -1.0: must be 0 or more'),
     (['--router=junk'], "router = 'junk': must be one of auto, eager"),
-    (['--router=fused_simple', '--delta_blocks=2'], "router = 'fused_simple': must be"),
+    (['--router=simple'], "router = 'simple': must be one of auto, eager, fused"),
     (['--steps=10', '--tokens=10'], 'give one'),
     (['--device=gpu'], "device = 'gpu': must be auto, cpu or cuda"),
     (['--batch=8', '--micro_batch=3'], 'micro_batch = 3'),
@@ -1772,8 +1761,8 @@ def test_width_disagreement_by_hand():
     one = torch.ones(4, dtype=torch.float64)
     p = 1 / (1 + math.exp(-2 * a))          # what a half gives its own source; both halves together give 1/2
     by_hand = math.log(2) + p * math.log(p) + (1 - p) * math.log(1 - p)
-    assert evaluation.disagreement(sources, query, one, slices=2, eps=0.0) == pytest.approx(by_hand, abs=1e-12)
-    assert evaluation.disagreement(sources, 0 * query, one, slices=2, eps=0.0) == 0
+    assert evaluation.disagreement(sources, (query, one), slices=2, eps=0.0) == pytest.approx(by_hand, abs=1e-12)
+    assert evaluation.disagreement(sources, (0 * query, one), slices=2, eps=0.0) == 0
 
 
 @pytest.mark.parametrize('png', ['curves.xyz', 'nowhere/curves.png'])

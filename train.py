@@ -48,7 +48,8 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import data
 from eval import (EvalError, autocast, bytes_per_token, check_tokenizer, make_printable, read_checkpoint, read_log,
                   sample_text, uses_bf16, window_losses)
-from model import PRESETS, Config, ConfigError, Transformer, pretrained_config, pretrained_folder, triton_runs
+from model import (PRESETS, ROUTERS, Config, ConfigError, Transformer, config_of, fold, pretrained_config, route,
+                   site_parameters, triton_runs)
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Flags:
                                             # default 0, with --graft 8
     query_init_std: float = 0.0             # of the routing queries at the start; 0 = the plain Transformer
     query_lr: float = 1.0                   # learning rate of the routing queries, in multiples of lr
-    router: str = 'auto'                    # what computes the reads: auto, eager, fused or fused_simple
+    router: str = 'auto'                    # what computes the reads: auto, eager (model.route) or fused (kernel.py)
     block_size: Optional[int] = None        # these seven: the preset's, where not given
     n_layer: Optional[int] = None
     n_head: Optional[int] = None
@@ -182,9 +183,9 @@ def starting_point(flags, given):
     shape = set(SHAPE) if is_run(flags.init_from) else set(SHAPE) - {'block_size'}
     refuse(['preset', *sorted(shape)], "the shape is that of --init_from")
     if is_run(flags.init_from):
-        config = Config(**read_checkpoint(flags.init_from)['model_config'])
+        config = config_of(read_checkpoint(flags.init_from))
     else:
-        config = pretrained_config(pretrained_folder(flags.init_from), flags.block_size)
+        config = pretrained_config(flags.init_from, flags.block_size)
     if flags.graft:
         if config.H > 0:
             raise ConfigError(f"--graft needs a plain model (H = 0), and {flags.init_from} has H = {config.H}")
@@ -205,7 +206,7 @@ def complete(flags, base, given, world):
     recipe = MIDTRAIN if flags.init_from else RECIPES[flags.preset]
     changed = {name: getattr(flags, name) for name in SHAPE if getattr(flags, name) is not None}
     # a Config, which checks itself
-    shape = replace(base, H=flags.H, delta_blocks=flags.delta_blocks or 0, router=flags.router, **changed)
+    shape = replace(base, H=flags.H, delta_blocks=flags.delta_blocks or 0, **changed)
     flags = replace(flags, H=shape.H, delta_blocks=shape.delta_blocks, **{name: getattr(shape, name) for name in SHAPE},
                     **{name: value for name, value in recipe.items() if getattr(flags, name) is None})
     least = dict(tokens=1, steps=1, batch=1, micro_batch=1, log_interval=1, save_interval=1, stop_at=1, seed=0,
@@ -228,6 +229,8 @@ def complete(flags, base, given, world):
             raise ConfigError(f"--{name} cannot apply: with H = 0 there is no routing")
     if flags.wandb and not importlib.util.find_spec('wandb'):
         raise ConfigError("--wandb needs the wandb package: pip install wandb")
+    if flags.router not in ROUTERS:
+        raise ConfigError(f"router = {flags.router!r}: must be one of {', '.join(ROUTERS)}")
     if flags.dtype not in ('auto', 'bf16', 'fp32'):
         raise ConfigError(f"dtype = {flags.dtype!r}: must be auto, bf16 or fp32")
     if flags.device not in ('auto', 'cpu', 'cuda'):
@@ -259,7 +262,7 @@ def merge_with_saved(flags, given, saved, config, world):
     if given & {'steps', 'tokens'}:
         kept |= {name: None for name in ('steps', 'tokens', 'warmup', 'eval_interval', 'save_interval')
                  if name not in given}
-    merged = complete(replace(flags, **kept), Config(**config), given, world)
+    merged = complete(replace(flags, **kept), config, given, world)
     for name in sorted(given - MAY_CHANGE_ON_RESUME):
         if getattr(merged, name) != saved[name]:
             raise ConfigError(f"--{name}={getattr(merged, name)} cannot apply with --resume: the run has {saved[name]}")
@@ -443,13 +446,15 @@ def open_run(flags, given, world):
         raise ConfigError("--resume and --overwrite exclude each other")
     flags.out = flags.out or complete(*starting_point(flags, given), given, world).out
     saved = read_checkpoint(flags.out)
-    return merge_with_saved(flags, given, saved['flags'], saved['model_config'], world), saved
+    return merge_with_saved(flags, given, saved['flags'], config_of(saved), world), saved
 
 
-def check_pretrained_tokenizer(folder, dataset, meta):
+def check_pretrained_tokenizer(source, dataset, meta):
     """DataError if the dataset is not of the tokenizer.json beside the weights, or has tokens they do not know."""
-    tokenizer, vocab_size = folder / 'tokenizer.json', pretrained_config(folder).vocab_size
-    if tokenizer.exists() and meta['tokenizer'] != data.file_tokenizer_name(tokenizer):
+    from transformers.utils import cached_file      # of a folder, or of a repository on the hub
+    vocab_size = pretrained_config(source).vocab_size
+    tokenizer = cached_file(source, 'tokenizer.json', _raise_exceptions_for_missing_entries=False)
+    if tokenizer and meta['tokenizer'] != data.file_tokenizer_name(Path(tokenizer)):
         raise data.DataError(f"{dataset} holds tokens of {meta['tokenizer']}, and not of the model's tokenizer: "
                              f"python data.py ... --tokenizer {tokenizer} makes a dataset that does")
     if meta['vocab_size'] > vocab_size:
@@ -463,9 +468,8 @@ def initial_model(flags, saved, meta, device):
         check_tokenizer(source, flags.data)
         model = Transformer.from_checkpoint(source, device)
     elif flags.init_from:
-        folder = pretrained_folder(flags.init_from)
-        check_pretrained_tokenizer(folder, flags.data, meta)
-        model = Transformer.from_pretrained(folder, flags.block_size, device=device)
+        check_pretrained_tokenizer(flags.init_from, flags.data, meta)
+        model = Transformer.from_pretrained(flags.init_from, flags.block_size, device=device)
     else:
         config = replace(PRESETS[flags.preset], vocab_size=meta['vocab_size'], H=flags.H,
                          delta_blocks=flags.delta_blocks, query_init_std=flags.query_init_std,
@@ -473,8 +477,26 @@ def initial_model(flags, saved, meta, device):
         model = Transformer(config).to(device)
     if flags.graft and not saved:
         model = model.graft(flags.H, flags.delta_blocks, flags.query_init_std)
-    model.config.router = flags.router
+    model.router = flags.router
+    if model.config.H > 0 and model.router_on(device) == 'fused' and not fused_is_route(model):
+        raise ConfigError("model.py's route was changed, and the fused kernels do not read as it does: "
+                          "--router=eager trains it")
     return model
+
+
+@torch.no_grad()
+def fused_is_route(model):
+    """Do the fused kernels read, of random sources and at random parameters of a site, what `route` does?"""
+    import kernel
+    c, device, noise = model.config, model.wte.weight.device, torch.Generator().manual_seed(0)
+    def random(*shape):
+        return torch.randn(*shape, generator=noise).to(device)
+    sources = random(min(4, c.n_site), 1, 8, c.n_embd)
+    parameters = [0.3 * random(len(sources), *p.shape[1:]) for p in site_parameters(model)]
+    router = kernel.DepthRouter(fold(*parameters), c.H, c.norm_eps)
+    fused = [router(x) for x in sources][-1]
+    read = route(sources, *(p[-1] for p in parameters), c.H, c.norm_eps)
+    return (fused - read).norm() <= 1e-3 * read.norm()      # fp32 rounds some 1e-6 of it
 
 
 def start(flags, saved, rank, world, device):
@@ -534,7 +556,12 @@ def start(flags, saved, rank, world, device):
 
 def describe(model, flags, device):
     routing = f"{model.router_on(device)} routing, " if model.config.H else ''
-    return (f"{model.describe()}\n{'bf16' if uses_bf16(device, flags.dtype) else 'fp32'} on {device}, {routing}"
+    c, (embedding, rest) = model.config, model.count_parameters()
+    kind = {0: 'plain residual', 1: 'AttnRes'}.get(c.H, 'MHAR')
+    form = f" in delta form ({c.delta_blocks} groups)" if c.delta_blocks else ''
+    total, embedding, rest = (f"{n / 1e6:.2f}M" for n in (embedding + rest, embedding, rest))
+    return (f"{kind} (H={c.H}){form}, {c.n_layer} layers, width {c.n_embd}: "
+            f"{total} parameters = {embedding} embedding + {rest} rest\n{'bf16' if uses_bf16(device, flags.dtype) else 'fp32'} on {device}, {routing}"
             f"torch.compile {'on' if flags.compile else 'off' if triton_runs(device) else 'off (it needs a GPU)'}"
             f"{', FSDP' if flags.fsdp else ''}")
 
