@@ -295,12 +295,13 @@ def group_bwd(SRC, R, U, GATE, GRAD, LSE, DHR, DX, DC, RDL, first, count, split,
     at, real = one_head(h, D // H, C, W, W2)
     mine = (a < count)[None, :, None]
     i = first + tl.minimum(a, count - 1)
+    src, every = address(SRC, i, DX), (a >= 0)[None, :, None]
     dv, dc = zeros(C, S, W, W2), tl.zeros((S,), tl.float32)
     tiles = tl.cdiv(stop - split, TILE)
     for it in range(0, TOKENS * tiles):
         t, n = tl.minimum(t0 + it // tiles, BT - 1), split + it % tiles * TILE + e
         alive = n < stop
-        v = upright(load((address(SRC, i, DX) + t * D)[None, :, None], at, real, (a >= 0)[None, :, None]))  # (C, W, S)
+        v = upright(load((src + t * D)[None, :, None], at, real, every))         # (C, W, S)
         r = tl.load(R + i * BT + t)
         dh = load((address(GRAD, n, DX) + t * D)[None, :, None], at, real, alive[None, :, None])
         u = load(U + (n * D)[None, :, None], at, real, alive[None, :, None])     # (C, TILE, W)
@@ -340,13 +341,14 @@ def pull(dv, dc, v, r, u, dh, lse, dhr):
 
 
 @triton.jit(do_not_specialize=["n", "first", "split", "stop", "BT"])
-def finish_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, RDL, n, first, split, stop, BT: tl.int64, NP,
+def finish_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, RDL, n, first, split, stop, BT, NP,
                D: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, W: tl.constexpr,
                TILE: tl.constexpr):
     """Finish the gradient of source n, of the group that begins with `first`, for one token. Row
     n - first of DX and DC holds what the sites split .. stop-1 make of it (nothing, if split = stop).
     Add the sites n .. split-1, then the way through the RMS. If there are any, DO (BT, D), the gradient
     of read n, O (BT, D), has just come: its address goes to GRAD, dh . read to row n of DHR."""
+    BT = tl.cast(BT, tl.int64)      # 64 bits as an argument make this kernel slower, and others faster
     t, h, c = tl.program_id(0).to(tl.int64), tl.arange(0, HB), tl.arange(0, TILE)[None, :]
     at, real = all_heads(H, D // H, HB, W)
     live, now, begun = h < H, h < tl.where(n < split, H, 0), h < tl.where(split < stop, H, 0)
@@ -499,8 +501,7 @@ class Tape:
         return self.grads[-1]
 
     def group_bwd(self, first, split, gates=None, all_sources=False):
-        stages = 3 if self.D // self.H <= 128 else 2
-        self.launch(group_bwd, stages, self.SRC, self.R, self.U, gates, self.GRAD, self.LSE, self.DHR,
+        self.launch(group_bwd, 3, self.SRC, self.R, self.U, gates, self.GRAD, self.LSE, self.DHR,
                     self.DX, self.DC, self.RDL, first, len(self.DX), split, self.stop, self.BT, self.NP,
                     ALL=all_sources)
 

@@ -149,7 +149,7 @@ class Delta:
             self.sources.append(self.x - self.before)
             self.before, self.reads = self.x, iter(self.read_group(self.sources, self.groups[self.site]))
         self.site += 1
-        return self.x + next(self.reads, 0.0)       # the final norm has no read on top
+        return self.x, next(self.reads, 0.0)        # the norm, which compiles, adds them; the last has no read
 
 
 # The configuration.
@@ -238,6 +238,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x):
+        x = x[0] + x[1] if isinstance(x, tuple) else x      # Delta's
         return (normalize(x, self.eps) * self.weight).to(x.dtype)
 
 
@@ -309,8 +310,8 @@ class Attention(nn.Module):
         self.proj = nn.Linear(queries, config.n_embd, bias=False)
 
     def forward(self, x, rope, cache=None):
-        B, T, _ = x.shape
         x = self.norm(x)
+        B, T, _ = x.shape
         q, k, v = (linear(x).view(B, T, -1, self.head_size) for linear in (self.q, self.k, self.v))
         q, k = rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope)
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))        # (B, heads, T, head_size)
