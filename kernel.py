@@ -30,9 +30,9 @@ merges its parts.
 
 Backward, the mirror image. Sites run in strict reverse order, so when the gradient of source i is
 asked for, the gradients dh_n of all reads that ever used it are known: it is *pulled*, whole, and
-written once, not pushed piece by piece into an fp32 accumulator. group_bwd (G) takes S sources under
-all later sites together, finish_bwd (f) adds the sites of the group, one source at a time, and
-query_grad sums over the tokens. With p = exp(logit - lse), dl = p (dh_n . s_i - dh_n . read_n):
+written once, not pushed piece by piece into an fp32 accumulator. group_bwd (G) takes S sources
+under all later sites together, finish_bwd (f) adds the sites of the group, one source at a time,
+and query_grad sums over the tokens. With p = exp(logit - lse), dl = p (dh_n . s_i - dh_n . read_n):
 
     d s_i = sum_n p dh_n + r_i sum_n dl u_n - (r_i^2 / D) (sum over heads and n of dl logit) s_i
     d u_n = sum over tokens and i of dl r_i s_i
@@ -58,6 +58,7 @@ if __name__ == "__main__" and not torch.cuda.is_available():
 try:
     import triton
     import triton.language as tl
+    from triton.language import constexpr
     from triton.runtime.errors import OutOfResources
 except ImportError as error:
     raise ImportError("kernel.py needs Triton (on Linux: pip install triton)") from error
@@ -73,12 +74,12 @@ TOKENS = 2 if INTERPRET.value else 16       # that a program of a group kernel w
 pow2 = triton.next_power_of_2
 
 
-# A row is a tuple of blocks, since Triton's have powers of two as sides, and 160 columns are not one.
+# A row is a tuple of blocks, since Triton's have powers of two as sides, and 160 columns are none.
 
 @triton.jit
-def all_heads(H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, W: tl.constexpr):
-    """A whole row, in blocks (HB, W) with a slice of every head: columns, and which of them are real.
-    A block is what the threads of a warp load at once, so that a thread meets one head only."""
+def all_heads(H: constexpr, K: constexpr, HB: constexpr, W: constexpr):
+    """A whole row, in blocks (HB, W) with a slice of every head: columns, and which are real. A
+    block is what the threads of a warp load at once, so that a thread meets one head only."""
     h, w = tl.arange(0, HB)[:, None], tl.arange(0, W)[None, :]
     at, real = (), ()
     for i in tl.static_range((K + W - 1) // W):
@@ -88,9 +89,9 @@ def all_heads(H: tl.constexpr, K: tl.constexpr, HB: tl.constexpr, W: tl.constexp
 
 
 @triton.jit
-def one_head(h, K: tl.constexpr, C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
+def one_head(h, K: constexpr, C: constexpr, W: constexpr, W2: constexpr):
     """One head's slice of a row in C chunks, a warp each, of one or two blocks, (C, 1, W) and
-    (C, 1, W2): columns, and which of them are real. 160 is 128 + 32, not 256 with holes."""
+    (C, 1, W2): columns, and which are real. 160 is 128 + 32, not 256 with holes."""
     CW: tl.constexpr = (K + C - 1) // C
     c, w = tl.arange(0, C)[:, None, None] * CW, tl.arange(0, W)[None, None, :]
     at, real = (h * K + c + w,), ((w < CW) & (c + w < K),)
@@ -142,7 +143,7 @@ def inner(a, b):
 
 @triton.jit
 def dot(a, b, acc):
-    """Matrix product, batched over chunks, in full precision: fp32 operands must not become TF32."""
+    """Matrix product, batched over chunks, in full precision: fp32 must not become TF32."""
     if INTERPRET:       # its bfloat16 is a bit pattern that it cannot multiply
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -178,7 +179,7 @@ def mix(acc, p, rows):
 
 
 @triton.jit
-def zeros(C: tl.constexpr, S: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
+def zeros(C: constexpr, S: constexpr, W: constexpr, W2: constexpr):
     row = (tl.zeros((C, S, W), tl.float32),)
     if W2:
         row += (tl.zeros((C, S, W2), tl.float32),)
@@ -192,8 +193,8 @@ def address(table, i, like):
     return tl.multiple_of(tl.load(table + i).to(like.dtype), 16)
 
 
-# Forward. BT, the number of tokens, has 64 bits, since N * BT * D passes 2^31. do_not_specialize: or
-# Triton compiles again for n = 1, and for n divisible by 16.
+# Forward. BT, the number of tokens, has 64 bits, since N * BT * D passes 2^31. do_not_specialize:
+# or Triton compiles again for n = 1, and for n divisible by 16.
 
 @triton.jit
 def fold(m, l, acc, logit, v):
@@ -206,8 +207,8 @@ def fold(m, l, acc, logit, v):
 
 
 @triton.jit(do_not_specialize=["n", "older", "BT"])
-def finish_fwd(X, SRC, R, U, O, LSE, n, older, BT: tl.int64, eps, D: tl.constexpr, H: tl.constexpr,
-               HB: tl.constexpr, W: tl.constexpr):
+def finish_fwd(X, SRC, R, U, O, LSE, n, older, BT: tl.int64, eps, D: constexpr, H: constexpr,
+               HB: constexpr, W: constexpr):
     """Finish read n of one token. O (BT, D) and row n of LSE (N, BT, H) hold it over the sources
     0 .. older-1 (nothing, if older = 0). Fold in the new source X (BT, D), and older .. n-1 through
     the table SRC. X's 1 / RMS goes to row n of R (N, BT), its address to SRC."""
@@ -231,19 +232,20 @@ def finish_fwd(X, SRC, R, U, O, LSE, n, older, BT: tl.int64, eps, D: tl.constexp
 
 
 @triton.jit(do_not_specialize=["sources", "first", "sites", "BT"])
-def group_fwd(SRC, R, U, GATE, O, LSE, sources, first, sites, BT: tl.int64, D: tl.constexpr,
-              H: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr, TOKENS: tl.constexpr,
-              C: tl.constexpr, W: tl.constexpr, W2: tl.constexpr):
-    """Sites first .. first+sites-1 over sources 0 .. sources-1, for one head of TOKENS tokens. Write
-    the (partial) reads, times their GATE (N,) if there is one, to O (sites, BT, D), and their lse to
-    rows first .. of LSE (N, BT, H)."""
+def group_fwd(SRC, R, U, GATE, O, LSE, sources, first, sites, BT: tl.int64, D: constexpr,
+              H: constexpr, S: constexpr, TILE: constexpr, TOKENS: constexpr, C: constexpr,
+              W: constexpr, W2: constexpr):
+    """Sites first .. first+sites-1 over sources 0 .. sources-1, for one head of TOKENS tokens: the
+    (partial) reads, times their GATE (N,) if there is one, go to O (sites, BT, D), their lse to
+    rows first .. of LSE (N, BT, H). One loop goes through (token, tile of sources), so that the
+    next tile is on its way while this one is worked on, from one token to the next, too."""
     h, t0 = tl.program_id(0) % H, tl.program_id(0) // H * TOKENS
     j, e = tl.arange(0, S), tl.arange(0, TILE)
     at, real = one_head(h, D // H, C, W, W2)
     mine = (j < sites)[None, :, None]
     u = upright(load(U + ((first + j) * D)[None, :, None], at, real, mine))     # (C, W, S)
-    m, l, acc = tl.full((S,), -1e30, tl.float32), tl.zeros((S,), tl.float32), zeros(C, S, W, W2)
-    tiles = tl.cdiv(sources, TILE)
+    m, l = tl.full((S,), -1e30, tl.float32), tl.zeros((S,), tl.float32)
+    acc, tiles = zeros(C, S, W, W2), tl.cdiv(sources, TILE)
     for it in range(0, TOKENS * tiles):
         t, i = tl.minimum(t0 + it // tiles, BT - 1), it % tiles * TILE + e
         alive = i < sources
@@ -261,15 +263,16 @@ def group_fwd(SRC, R, U, GATE, O, LSE, sources, first, sites, BT: tl.int64, D: t
             out = O + ((j * BT + t) * D)[None, :, None]
             store(out, at, real, mine, scaled(acc, scale[None, :, None]))
             tl.store(LSE + ((first + j) * BT + t) * H + h, m + tl.log(l), mask=j < sites)
-            m, l, acc = tl.full((S,), -1e30, tl.float32), tl.zeros((S,), tl.float32), zeros(C, S, W, W2)
+            m, l = tl.full((S,), -1e30, tl.float32), tl.zeros((S,), tl.float32)
+            acc = zeros(C, S, W, W2)
 
 
 # Backward.
 
 @triton.jit(do_not_specialize=["n", "BT"])
-def site_dot(DO, O, GRAD, DHR, n, BT: tl.int64, D: tl.constexpr, H: tl.constexpr, HB: tl.constexpr,
-             W: tl.constexpr):
-    """A new read gradient DO (BT, D), of read O (BT, D), one token: its address goes to GRAD (N,), and
+def site_dot(DO, O, GRAD, DHR, n, BT: tl.int64, D: constexpr, H: constexpr, HB: constexpr,
+             W: constexpr):
+    """A new read gradient DO (BT, D), of read O (BT, D), one token: its address goes to GRAD (N,),
     dh . read to row n of DHR (N, BT, H)."""
     t, h = tl.program_id(0).to(tl.int64), tl.arange(0, HB)
     if t == 0:
@@ -282,14 +285,13 @@ def site_dot(DO, O, GRAD, DHR, n, BT: tl.int64, D: tl.constexpr, H: tl.constexpr
 
 @triton.jit(do_not_specialize=["first", "count", "split", "stop", "BT"])
 def group_bwd(SRC, R, U, GATE, GRAD, LSE, DHR, DX, DC, RDL, first, count, split, stop, BT: tl.int64,
-              NP, D: tl.constexpr, H: tl.constexpr, ALL: tl.constexpr, S: tl.constexpr,
-              TILE: tl.constexpr, TOKENS: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
-              W2: tl.constexpr):
-    """Sources first .. first+count-1 under sites split .. stop-1, which all read them, for one head of
-    TOKENS tokens. Write sum p dh + r dl u to DX (count, BT, D), sum dl logit to DC (count, BT, H), and
-    r dl to RDL (count, BT, H, NP), where site split is column TILE. If these are ALL sources, make
-    DHR = dh . read (N, BT, H) from them. With a GATE (N,), dh is the gradient of gate * read: p and dl
-    get the gate, and DHR, summed, is the gate's gradient."""
+              NP, D: constexpr, H: constexpr, ALL: constexpr, S: constexpr, TILE: constexpr,
+              TOKENS: constexpr, C: constexpr, W: constexpr, W2: constexpr):
+    """Sources first .. first+count-1 under sites split .. stop-1, which all read them, for one head
+    of TOKENS tokens: sum p dh + r dl u goes to DX (count, BT, D), sum dl logit to DC (count, BT,
+    H), r dl to RDL (count, BT, H, NP), where site split is column TILE. If these are ALL sources,
+    they give DHR = dh . read (N, BT, H). With a GATE (N,), dh is the gradient of gate * read: p and
+    dl get the gate, and DHR, summed, is the gate's gradient."""
     h, t0 = tl.program_id(0) % H, tl.program_id(0) // H * TOKENS
     a, e = tl.arange(0, S), tl.arange(0, TILE)
     at, real = one_head(h, D // H, C, W, W2)
@@ -342,13 +344,12 @@ def pull(dv, dc, v, r, u, dh, lse, dhr):
 
 @triton.jit(do_not_specialize=["n", "first", "split", "stop", "BT"])
 def finish_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, RDL, n, first, split, stop, BT, NP,
-               D: tl.constexpr, H: tl.constexpr, HB: tl.constexpr, W: tl.constexpr,
-               TILE: tl.constexpr):
+               D: constexpr, H: constexpr, HB: constexpr, W: constexpr, TILE: constexpr):
     """Finish the gradient of source n, of the group that begins with `first`, for one token. Row
-    n - first of DX and DC holds what the sites split .. stop-1 make of it (nothing, if split = stop).
-    Add the sites n .. split-1, then the way through the RMS. If there are any, DO (BT, D), the gradient
-    of read n, O (BT, D), has just come: its address goes to GRAD, dh . read to row n of DHR."""
-    BT = tl.cast(BT, tl.int64)      # 64 bits as an argument make this kernel slower, and others faster
+    n - first of DX and DC has what the sites split .. stop-1 make of it (nothing, if split = stop).
+    Add the sites n .. split-1, then the way through the RMS. If there are any, DO (BT, D), the
+    gradient of read n, O (BT, D), has just come: it goes to GRAD, dh . read to row n of DHR."""
+    BT = tl.cast(BT, tl.int64)      # as an argument of 64 bits it makes this kernel slower
     t, h, c = tl.program_id(0).to(tl.int64), tl.arange(0, HB), tl.arange(0, TILE)[None, :]
     at, real = all_heads(H, D // H, HB, W)
     live, now, begun = h < H, h < tl.where(n < split, H, 0), h < tl.where(split < stop, H, 0)
@@ -370,7 +371,8 @@ def finish_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, RDL, n, first, split, s
         stat = (q * BT + t) * H + h
         dh = load(address(GRAD, q, O) + t * D, at, real, live[:, None])
         u = load(U + q * D, at, real, live[:, None])
-        lse, dhr = tl.load(LSE + stat, mask=live, other=0.), tl.load(DHR + stat, mask=live, other=0.)
+        lse = tl.load(LSE + stat, mask=live, other=0.)
+        dhr = tl.load(DHR + stat, mask=live, other=0.)
         dv, dc, x = pull(dv, dc, v, r, u, dh, lse, dhr)
         rdl = tl.where(c == q - split + TILE, x[:, None].to(rdl.dtype), rdl)
     tl.store(RDL + (row * H + h)[:, None] * NP + c, rdl, mask=live[:, None])
@@ -379,12 +381,12 @@ def finish_bwd(DO, O, SRC, R, U, GRAD, LSE, DHR, DX, DC, RDL, n, first, split, s
 
 
 @triton.jit(do_not_specialize=["first", "count", "split", "stop", "BT"])
-def query_grad(SRC, RDL, DU, first, count, split, stop, N, BT: tl.int64, NP, D: tl.constexpr,
-               H: tl.constexpr, TILE: tl.constexpr, SITES: tl.constexpr, TB: tl.constexpr,
-               C: tl.constexpr, W: tl.constexpr):
+def query_grad(SRC, RDL, DU, first, count, split, stop, N, BT: tl.int64, NP, D: constexpr,
+               H: constexpr, TILE: constexpr, SITES: constexpr, TB: constexpr, C: constexpr,
+               W: constexpr):
     """Add the sum over tokens of (r dl)^T s_i, for the sources first .. first+count-1, to DU
-    (parts, N, D). Program (part, chunk of a head, block of sites) owns its slice of DU and takes every
-    parts-th block of TB tokens, so that the sum has one order, without atomics."""
+    (parts, N, D). Program (part, chunk of a head, block of sites) owns its slice of DU and takes
+    every parts-th block of TB tokens, so that the sum has one order, without atomics."""
     K: tl.constexpr = D // H
     CW: tl.constexpr = (K + C - 1) // C
     part, parts = tl.program_id(0), tl.num_programs(0)
@@ -417,11 +419,11 @@ def check(queries, H, sources):
     def require(ok, problem):
         if not ok:
             raise ValueError(f"depth routing: {problem}")
-    require(H > 0 and queries.dim() == 2 and D % H == 0, f"queries must be (N, D) with D a multiple "
-            f"of H > 0, not {tuple(queries.shape)} with H = {H}")
+    require(H > 0 and queries.dim() == 2 and D % H == 0, f"queries must be (N, D) with D a "
+            f"multiple of H > 0, not {tuple(queries.shape)} with H = {H}")
     require(len({kind(x) for x in sources}) == 1, "sources must have one shape, dtype and device")
-    require(first.size(-1) == D and first.device == queries.device, f"sources are {first.size(-1)} wide "
-            f"on {first.device}, queries {D} on {queries.device}")
+    require(first.size(-1) == D and first.device == queries.device, f"sources are {first.size(-1)} "
+            f"wide on {first.device}, queries {D} on {queries.device}")
     require(first.dtype in (torch.float32, torch.bfloat16, torch.float16),
             f"sources of {first.dtype}, must be float32, bfloat16 or float16")
     require(not first.is_cuda or first.device.index == torch.cuda.current_device(),
@@ -433,21 +435,21 @@ def kind(source):
 
 
 def aligned(x):
-    """The kernels take an address on trust: rows one after the other, from a multiple of 16 bytes."""
+    """As the kernels take it on trust: rows one after the other, from a multiple of 16 bytes."""
     x = x.contiguous()
     return x if x.data_ptr() % 16 == 0 else x.clone()
 
 
 class Tape:
-    """What one forward and backward pass keeps. Nothing of autograd's graph: it would keep it alive."""
+    """What one forward and backward pass keeps; nothing of autograd's graph, or it would stay."""
 
     def __init__(self, queries, H, eps, source, n_source, group):
         N, D = queries.shape
         self.N, self.H, self.D, self.S, self.eps = N, H, D, group, eps
         self.BT, self.shape, self.dtype = source.numel() // D, source.shape, source.dtype
         self.kind = kind(source)
-        self.new = lambda *shape, dtype=torch.float32: torch.empty(*shape, device=source.device,
-                                                                   dtype=dtype)
+        device = source.device
+        self.new = lambda *n, dtype=torch.float32: torch.empty(*n, device=device, dtype=dtype)
         # The queries as they are now, rounded to the sources' dtype, as autocast does with weights.
         self.U = queries.detach().to(source.dtype, copy=True).contiguous()
         self.U32 = self.U.float()
@@ -475,15 +477,16 @@ class Tape:
         for num_stages in (stages, 1):
             try:
                 return kernel[(triton.cdiv(self.BT, TOKENS) * self.H,)](
-                    *args, **self.head, **constants, num_stages=num_stages, num_warps=self.head["C"])
+                    *args, **self.head, **constants, num_stages=num_stages,
+                    num_warps=self.head["C"])
             except OutOfResources as error:
                 refused = error
         raise RuntimeError(f"depth routing: H = {self.H} at width {self.D} does not fit this GPU "
                            f"({refused}); the router 'eager' does") from refused
 
     def group_fwd(self, O, sources, first, sites, gates=None):
-        self.launch(group_fwd, 2, self.SRC, self.R, self.U, gates, O, self.LSE, sources, first, sites,
-                    self.BT)
+        self.launch(group_fwd, 2, self.SRC, self.R, self.U, gates, O, self.LSE, sources, first,
+                    sites, self.BT)
 
     def begin_backward(self, stop):
         """Of sites 0 .. stop-1, those that were used."""
@@ -502,28 +505,28 @@ class Tape:
 
     def group_bwd(self, first, split, gates=None, all_sources=False):
         self.launch(group_bwd, 3, self.SRC, self.R, self.U, gates, self.GRAD, self.LSE, self.DHR,
-                    self.DX, self.DC, self.RDL, first, len(self.DX), split, self.stop, self.BT, self.NP,
-                    ALL=all_sources)
+                    self.DX, self.DC, self.RDL, first, len(self.DX), split, self.stop, self.BT,
+                    self.NP, ALL=all_sources)
 
     def finish_bwd(self, do, read, n, first, split):
         finish_bwd[(self.BT,)](do, read, self.SRC, self.R, self.U32, self.GRAD, self.LSE, self.DHR,
-                               self.DX, self.DC, self.RDL, n, first, split, self.stop, self.BT, self.NP,
-                               TILE=TILE, **self.row, num_warps=min(2, self.row["HB"]))
+                               self.DX, self.DC, self.RDL, n, first, split, self.stop, self.BT,
+                               self.NP, TILE=TILE, **self.row, num_warps=min(2, self.row["HB"]))
 
     def query_grad(self, first, split):
         K, columns = self.D // self.H, TILE + self.stop - split
         C = triton.cdiv(K, 128)                 # chunks of a head
         sites = 64 if columns <= 64 else 128    # a program; two of 64 would both read the sources
         query_grad[(len(self.DU), self.H * C, triton.cdiv(columns, sites))](
-            self.SRC, self.RDL, self.DU, first, len(self.DX), split, self.stop, self.N, self.BT, self.NP,
-            self.D, self.H, TILE=TILE, SITES=sites, TB=64, C=C, W=max(16, pow2(triton.cdiv(K, C))),
-            num_warps=4)
+            self.SRC, self.RDL, self.DU, first, len(self.DX), split, self.stop, self.N, self.BT,
+            self.NP, self.D, self.H, TILE=TILE, SITES=sites, TB=64, C=C,
+            W=max(16, pow2(triton.cdiv(K, C))), num_warps=4)
 
     def read(self, x):
         """The next source, n, has come -> read n."""
         n = len(self.sources)
         self.sources.append(x)
-        first = (n - 1) // self.S * self.S + 1 if n > self.S else 0     # groups 0 .. S, S+1 .. 2S, ...
+        first = (n - 1) // self.S * self.S + 1 if n > self.S else 0     # 0 .. S, S+1 .. 2S, ...
         if n == first:
             sites = min(self.S + (first == 0), self.N - first)
             self.O = self.new(sites, self.BT, self.D, dtype=self.dtype)
@@ -541,17 +544,18 @@ class Tape:
         if self.due is None:
             self.begin_backward(n + 1)
         elif n != self.due:
-            raise RuntimeError("depth routing: its buffers are freed as the backward pass runs, so a "
-                               "second one through the same reads is not possible")
+            raise RuntimeError("depth routing: its buffers are freed as the backward pass runs, so "
+                               "a second one through the same reads is not possible")
         self.due, do = n - 1, self.gradient(do)
         # Groups 0 .. S-1, S .. 2S-1, ...; the newest, which no later site reads, has 2 .. S+1.
         first = max(0, min(n, self.stop - 2)) // self.S * self.S
         last = self.stop - 1 if first + self.S >= self.stop - 1 else first + self.S - 1
-        split = self.stop if last == self.stop - 1 else last    # from here on sites are taken together
+        split = self.stop if last == self.stop - 1 else last    # sites from here on come together
         if n == last:
             self.DX = self.new(last + 1 - first, self.BT, self.D, dtype=self.dtype)
             if split < self.stop:
-                site_dot[(self.BT,)](do, read, self.GRAD, self.DHR, n, self.BT, **self.row, num_warps=1)
+                site_dot[(self.BT,)](do, read, self.GRAD, self.DHR, n, self.BT, **self.row,
+                                     num_warps=1)
                 self.group_bwd(first, split)
         self.finish_bwd(do, read, n, first, split)
         dx = self.DX[n - first]
@@ -572,9 +576,9 @@ def once():
 
 
 class Read(torch.autograd.Function):
-    """One site. `queries` is an input for their gradient, which site 0 returns. `chain`, an empty tensor,
-    ties site n to site n-1: autograd then runs all sites backward in strict reverse order, whatever the
-    network does with the reads."""
+    """One site. `queries` is an input for their gradient, which site 0 returns. `chain`, an empty
+    tensor, ties site n to site n-1: autograd then runs all sites backward in strict reverse order,
+    whatever the network does with the reads."""
 
     @staticmethod
     def forward(ctx, source, queries, chain, tape):
@@ -598,14 +602,14 @@ class Read(torch.autograd.Function):
 
 class DepthRouter:
     """
-    router(source) -> read. Call n appends source s_n (..., D) and returns read n, the softmax-weighted
-    mix of s_0 .. s_n in each head. queries (N, D) = query * gain of each site, used in the sources'
-    dtype; H divides D. Under autocast a source is first cast. group=1 goes site by site.
+    router(source) -> read. Call n appends source s_n (..., D) and returns read n, the mix of
+    s_0 .. s_n in each head. queries (N, D) = query * gain of each site, used in the sources' dtype;
+    H divides D. Under autocast a source is first cast. group=1 goes site by site.
 
-    Differentiable in sources and queries, once. A router serves one forward and one backward pass, and
-    nothing big outlives that. ValueError for a first source that does not fit; RuntimeError after N
-    reads, for a source unlike the first or after the backward pass has begun, for a second backward pass,
-    and, as everywhere in PyTorch, for a source or read that was changed in place.
+    Differentiable in sources and queries, once. A router serves one forward and one backward pass,
+    and nothing big outlives that. ValueError for a first source that does not fit; RuntimeError
+    after N reads, for a source unlike the first or after the backward pass has begun, for a second
+    backward pass, and, as everywhere in PyTorch, for a source or read that was changed in place.
     """
 
     def __init__(self, queries, H, eps=1e-6, group=S):
@@ -621,9 +625,9 @@ class DepthRouter:
             self.chain = source.new_empty(0)
         tape, N = self.tape, len(self.queries)
         if tape.due is not None or len(tape.sources) == N or kind(source) != tape.kind:
-            raise RuntimeError(f"depth routing: no read of a source {tuple(source.shape)} {source.dtype} on "
-                               f"{source.device}: a router takes N = {N} sources like the first, with or "
-                               f"without gradients, before its backward pass")
+            raise RuntimeError(f"depth routing: no read of a source {tuple(source.shape)} "
+                               f"{source.dtype} on {source.device}: a router takes N = {N} sources "
+                               f"like the first, all with or without gradients, before its backward")
         read, self.chain = Read.apply(source, self.queries, self.chain, tape)
         if len(tape.sources) == N:
             self.chain = None       # or the router would hold the whole graph
@@ -631,8 +635,8 @@ class DepthRouter:
 
 
 class GroupRead(torch.autograd.Function):
-    """The delta form: the sites of a group of layers read the same sources, which exist before the group
-    runs. There is no triangle: the group kernels do it all, backward with all sources as one group."""
+    """The delta form: the sites of a group of layers read the same sources, which exist before the
+    group runs. No triangle: the group kernels do it all, backward with all sources as one group."""
 
     @staticmethod
     def forward(ctx, queries, gates, H, eps, *sources):
@@ -652,7 +656,7 @@ class GroupRead(torch.autograd.Function):
         once()
         tape, tape.sources = ctx.tape, [aligned(x) for x in ctx.saved_tensors]
         for i, x in enumerate(tape.sources):
-            tape.SRC[i].fill_(x.data_ptr())          # a checkpoint or a hook may have put it elsewhere
+            tape.SRC[i].fill_(x.data_ptr())     # a hook may have put it elsewhere
         tape.begin_backward(tape.N)
         for n, do in enumerate(grads):
             tape.GRAD[n].fill_(tape.gradient(do).data_ptr())
@@ -660,11 +664,11 @@ class GroupRead(torch.autograd.Function):
         tape.DX = tape.new(M, tape.BT, tape.D, dtype=tape.dtype)
         tape.group_bwd(0, 0, tape.gates, all_sources=True)
         for i in range(M):
-            tape.finish_bwd(tape.DX, tape.DX, i, 0, 0)      # no site is left: just the way through the RMS
+            tape.finish_bwd(tape.DX, tape.DX, i, 0, 0)      # just the way through the RMS
         tape.query_grad(0, 0)
         dx, du, dgates = tape.DX, tape.DU.sum(0), tape.DHR.sum((1, 2))
         tape.sources, tape.grads = [], []
-        tape.DHR = tape.DC = tape.RDL = tape.DU = tape.DX = None    # a loss that is held holds the tape
+        tape.DHR = tape.DC = tape.RDL = tape.DU = tape.DX = None    # a held loss holds the tape
         return du, dgates, None, None, *(x.view(tape.shape) for x in dx)
 
 
@@ -678,8 +682,8 @@ def group_reads(sources, queries, gates, H, eps=1e-6):
         raise ValueError(f"depth routing: {len(sources)} sources, must be 1 to 64")
     check(queries, H, sources)
     if gates.shape != queries.shape[:1] or gates.device != queries.device:
-        raise ValueError(f"depth routing: gates must be ({len(queries)},), one a query and beside them, "
-                         f"not {tuple(gates.shape)}")
+        raise ValueError(f"depth routing: gates must be ({len(queries)},), one a query and beside "
+                         f"them, not {tuple(gates.shape)}")
     return GroupRead.apply(queries, gates, H, eps, *map(aligned, sources))
 
 
@@ -709,7 +713,7 @@ def rows_moved(N, S=S):
     rows = N + (S + 1) * (S + 6)    # query_grad; finish_fwd and finish_bwd of the largest groups
     for n in range(S + 1, N, S):    # n sources before a group forward, n sites after one backward
         rows += 1 + (n + 1 + S) + 3 * (S - 1) + (S - 1) * (S - 2) // 2      # RMS, group, finish
-        rows += 2 + (2 * S + n + 1) + 4 * S - 1 + S * (S - 1) // 2          # site_dot, group, finish
+        rows += 2 + (2 * S + n + 1) + 4 * S - 1 + S * (S - 1) // 2          # dot, group, finish
     return rows
 
 
@@ -743,7 +747,7 @@ def training_step(preset, **changes):
     optimizer = torch.optim.AdamW(model.parameter_groups(0.1), lr=1e-4, fused=True)
     shape, vocab_size = (SEQUENCES[preset], model.config.block_size), model.config.vocab_size
     idx, targets = (torch.randint(vocab_size, shape, device="cuda") for _ in range(2))
-    own = 12 * sum(p.numel() for p in model.parameters())       # weights and moments; not other arms'
+    own = 12 * sum(p.numel() for p in model.parameters())       # weights and moments, of this arm
 
     def step():
         before = torch.cuda.memory_allocated() - own
@@ -772,7 +776,8 @@ def main():
         for arm, ms in milliseconds(routing_arms(preset)).items():
             print(f"{preset:5} routing {arm:15} {ms:7.2f} ms", flush=True)
         torch._dynamo.reset()   # or graphs are compiled for several presets' shapes, and slower
-        steps = {"plain": dict(H=0), "fused": {}, "fused, H = 1": dict(H=1), "delta": dict(delta_blocks=8)}
+        steps = {"plain": dict(H=0), "fused": {}, "fused, H = 1": dict(H=1),
+                 "delta": dict(delta_blocks=8)}
         steps = {arm: training_step(preset, **changes) for arm, changes in steps.items()}
         times, tokens = milliseconds(steps), SEQUENCES[preset] * PRESETS[preset].block_size
         for arm, ms in times.items():
