@@ -627,7 +627,7 @@ class DepthRouter:
         if tape.due is not None or len(tape.sources) == N or kind(source) != tape.kind:
             raise RuntimeError(f"depth routing: no read of a source {tuple(source.shape)} "
                                f"{source.dtype} on {source.device}: a router takes N = {N} sources "
-                               f"like the first, all with or without gradients, before its backward")
+                               f"like the first, with or without gradients, before its backward")
         read, self.chain = Read.apply(source, self.queries, self.chain, tape)
         if len(tape.sources) == N:
             self.chain = None       # or the router would hold the whole graph

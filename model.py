@@ -1,22 +1,22 @@
 """
 Multi-Head Attention Residuals (MHAR): the whole model.
 
-A Transformer adds each sublayer's output to one running sum, the residual stream. Here every sublayer
-instead *reads a learned mix of all earlier sublayer outputs*: a softmax over depth, taken in H
-independent heads over the width.
+A Transformer adds each sublayer's output to one running sum, the residual stream. Here every
+sublayer instead *reads a learned mix of all earlier sublayer outputs*: a softmax over depth, taken
+in H independent heads over the width.
 
     H = 0   the plain residual Transformer
     H = 1   Attention Residuals (AttnRes): one softmax over depth for the whole width
     H = k   MHAR: k of them, each for its own slice of the width; not one parameter more than H = 1
 
-With `delta_blocks` the running sum stays, and what a sublayer reads of the depth is added to it: the
-*delta form*, which can be grafted onto a trained plain model (Transformer.from_pretrained, .graft).
+With `delta_blocks` the running sum stays, and what a sublayer reads of the depth is added to it:
+the *delta form*, which can be grafted onto a trained plain model (Transformer.from_pretrained,
+.graft).
 
-Depth routing comes first, then Qwen3's Transformer; Transformer.hidden is where they meet. A router of
-your own is made in the next four places, one after the other: add_routing, fold, route_weights, route.
+Depth routing comes first, then Qwen3's Transformer; Transformer.hidden is where they meet.
 
-Paper: "Multi-Head Attention Residuals", Luo, Cai and Hu, 2026.
-Letters in the shape comments: B sequences, T tokens, D = n_embd, V = vocab_size, N sources, H heads.
+Paper: "Multi-Head Attention Residuals", Luo, Cai and Hu, 2026. Letters in the shape comments: B
+sequences, T tokens, D = n_embd, V = vocab_size, N sources, H heads.
 """
 import importlib.util
 import math
@@ -32,9 +32,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 
-# Depth routing. A router of your own is these four functions, one after the other. On a GPU the fused
-# kernels of kernel.py take the place of `route`, and of what you learn they see the result of `fold`
-# alone: a change that is not in `fold` trains with --router=eager (train.py notices it).
+# Depth routing. A router of your own is made in the next five functions. On a GPU the fused kernels
+# of kernel.py take the place of `route`, and of a site they see what `fold` returns alone: a change
+# that is not in `fold` trains with --router=eager (train.py notices it).
 
 def add_routing(model):
     """Gives the model what its routing learns: a row for each site in each of site_parameters."""
@@ -44,17 +44,17 @@ def add_routing(model):
     if c.query_init_std > 0:
         nn.init.normal_(model.queries, std=c.query_init_std)
     if c.delta_blocks > 0:
-        model.gates = nn.Parameter(like.new_zeros(c.n_site))    # 0: a site reads the running sum alone
-        model.null = nn.Parameter(like.new_zeros(c.n_embd))     # a source that says nothing at first
+        model.gates = nn.Parameter(like.new_zeros(c.n_site))    # 0: the running sum alone is read
+        model.null = nn.Parameter(like.new_zeros(c.n_embd))     # a source, silent at first
 
 
 def site_parameters(model):
-    """What belongs to a site, in the order in which fold, route_weights and route take a row of each."""
+    """A site's own, in the order in which fold, route_weights and route take a row of each."""
     return model.queries, model.gains
 
 
 def fold(query, gain):
-    """u, with which all scores are u . RMSNorm(s_i): query . (gain * key) = (query * gain) . key."""
+    """u, which makes all scores u . RMSNorm(s_i): query . (gain key) = (query gain) . key."""
     return query * gain
 
 
@@ -62,26 +62,25 @@ def route_weights(sources, query, gain, H, eps=1e-6):
     """
     How much each head of one routing site reads of each source: softmax_i(u[h] . RMSNorm(s_i)[h]).
 
-    sources (N, B, T, D), query (D,), gain (D,) -> weights (N, B, T, H), fp32, that sum to 1 over the
-    sources. The norm is over the full width D: H changes only the softmax.
+    sources (N, B, T, D), query (D,), gain (D,) -> weights (N, B, T, H), fp32, that sum to 1 over
+    the sources. The norm is over the full width D: H changes only the softmax.
     """
-    keys = normalize(sources, eps)                                              # (N, B, T, D)
-    scores = (keys * fold(query, gain)).unflatten(-1, (H, -1)).sum(-1)          # (N, B, T, H)
+    keys = normalize(sources, eps)                                          # (N, B, T, D)
+    scores = (keys * fold(query, gain)).unflatten(-1, (H, -1)).sum(-1)      # (N, B, T, H)
     return scores.softmax(dim=0)
 
 
 def route(sources, query, gain, H, eps=1e-6):
     """
-    One site's read: sources, a list of N tensors (B, T, D) or one (N, B, T, D) -> (B, T, D) in their dtype.
-
-    Each head mixes its slice of the *un-normalised* sources with its own weights, in the sources' dtype.
+    One site's read: sources, a list of N tensors (B, T, D) or one (N, B, T, D) -> (B, T, D). Each
+    head mixes its slice of the *un-normalised* sources with its own weights, in their dtype.
     """
     if not torch.is_tensor(sources):
         sources = torch.stack(tuple(sources))
     weights = route_weights(sources, query, gain, H, eps).to(sources.dtype)     # (N, B, T, H)
-    values = sources.unflatten(-1, (H, -1))                                     # (N, B, T, H, D / H)
-    read = (weights.unsqueeze(-1) * values).sum(0).flatten(-2)                  # (B, T, D)
-    return read.to(sources.dtype)                                               # autocast sums in fp32
+    values = sources.unflatten(-1, (H, -1))                             # (N, B, T, H, D / H)
+    read = (weights.unsqueeze(-1) * values).sum(0).flatten(-2)          # (B, T, D)
+    return read.to(sources.dtype)                                       # autocast sums in fp32
 
 
 def normalize(x, eps):
@@ -104,8 +103,8 @@ def read_eagerly(route, sources, *site):
     return recomputed(route, sources, *site) if sources[0].is_cuda else route(sources, *site)
 
 
-# What stands between the sublayers, in three forms: each takes the newest output, (B, T, D), and returns
-# what the next sublayer reads.
+# What stands between the sublayers, in three forms: each takes the newest output, (B, T, D), and
+# returns what the next sublayer reads.
 
 class Plain:
     """H = 0: one running sum."""
@@ -117,7 +116,7 @@ class Plain:
 
 
 class EagerRouter:
-    """H > 0: site n reads a mix of the n + 1 outputs so far. kernel.DepthRouter does so in fused kernels."""
+    """H > 0: site n reads a mix of the n + 1 outputs so far. (Fused: kernel.DepthRouter.)"""
     route = staticmethod(route)
 
     def __init__(self, parameters, H, eps):         # site_parameters: a row a site in each
@@ -131,25 +130,27 @@ class EagerRouter:
 
 class Delta:
     """
-    Delta form: the running sum, and on top of it a gated read of the null source, the embedding, and what
-    each finished group of layers has added. The sites of a group share their sources, delta_blocks + 1 at
-    most, and read at once: read_group(sources, sites) -> (B, T, D) for each site of a slice.
+    Delta form: the running sum, and on top of it a gated read of the null source, the embedding,
+    and what each finished group of layers has added. The sites of a group share their sources, and
+    read at once: read_group(sources, sites) -> (B, T, D) for each site of a slice.
     """
 
     def __init__(self, config, null, read_group):
-        starts = [2 * (i * config.n_layer // config.delta_blocks) for i in range(config.delta_blocks + 1)]
+        k = config.delta_blocks
+        starts = [2 * (i * config.n_layer // k) for i in range(k + 1)]      # two sites a layer
         self.groups = {first: slice(first, end) for first, end in zip(starts, starts[1:])}
-        self.null, self.read_group, self.site, self.x, self.before = null, read_group, 0, 0.0, 0.0
-        self.sources = []
+        self.null, self.read_group, self.sources = null, read_group, []
+        self.site, self.x, self.before = 0, 0.0, 0.0
 
     def __call__(self, out):
         self.x = self.x + out
-        if self.site in self.groups:                # the first site of a group: one more source is complete
+        if self.site in self.groups:            # a group begins: what the last added is a source
             self.sources = self.sources or [self.null.to(out.dtype).expand_as(out)]
             self.sources.append(self.x - self.before)
-            self.before, self.reads = self.x, iter(self.read_group(self.sources, self.groups[self.site]))
+            self.reads = iter(self.read_group(self.sources, self.groups[self.site]))
+            self.before = self.x
         self.site += 1
-        return self.x, next(self.reads, 0.0)        # the norm, which compiles, adds them; the last has no read
+        return self.x, next(self.reads, 0.0)    # RMSNorm, which compiles, adds them
 
 
 # The configuration.
@@ -159,7 +160,8 @@ class ConfigError(ValueError):
 
 
 class SameAsKV(int):
-    """H = -1, resolved: n_kv_head, also of a dataclasses.replace that changes it. Copies are plain."""
+    """H = -1, resolved: n_kv_head, also of a dataclasses.replace that changes it. Copies are
+    plain."""
 
     def __deepcopy__(self, memo):       # asdict makes copies
         return int(self)
@@ -175,7 +177,7 @@ class Config:
     n_embd: int
     ffn_dim: int
     H: int = -1                     # routing heads: 0 plain, 1 AttnRes, k MHAR, -1 = n_kv_head
-    delta_blocks: int = 0           # k: reads are added to the running sum (delta form, k groups); 0: replace it
+    delta_blocks: int = 0           # delta form: its groups of layers; 0: reads replace the sum
     query_init_std: float = 0.0     # 0 starts every read at the plain mean of its sources
     head_dim: Optional[int] = None  # of an attention head; None = n_embd / n_head
     rope_theta: float = 1e4
@@ -190,20 +192,22 @@ class Config:
         def require(ok, field, allowed):
             if not ok:
                 raise ConfigError(f"{field} = {getattr(self, field)!r}: must be {allowed}")
-        for field in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd', 'ffn_dim'):
+        for field in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd',
+                      'ffn_dim'):
             value = getattr(self, field)
             require(type(value) is int and value > 0, field, "a positive whole number")
-        require(self.n_head % self.n_kv_head == 0, 'n_kv_head', f"a divisor of n_head = {self.n_head}")
-        require(self.head_dim or self.n_embd % self.n_head == 0, 'n_head', f"a divisor of n_embd = {self.n_embd}")
-        require(self.head_size % 2 == 0, 'head_dim' if self.head_dim else 'n_head', "such that an attention "
-                "head has an even width: RoPE turns pairs")
+        require(self.n_head % self.n_kv_head == 0, 'n_kv_head', f"a divisor of {self.n_head} heads")
+        require(self.head_dim or self.n_embd % self.n_head == 0, 'n_head',
+                f"a divisor of n_embd = {self.n_embd}")
+        require(self.head_size % 2 == 0, 'head_dim' if self.head_dim else 'n_head',
+                "such that an attention head has an even width: RoPE turns pairs")
         require(self.H >= 0 and self.n_embd % (self.H or 1) == 0, 'H',
                 f"0 or a divisor of n_embd = {self.n_embd}")
         require(0 <= self.delta_blocks <= self.n_layer * (self.H > 0), 'delta_blocks',
                 f"from 0 to n_layer = {self.n_layer}, and 0 where H = 0")
         require(self.query_init_std >= 0, 'query_init_std', "0 or more")
-        require(self.norm_eps > 0 or self.delta_blocks == 0, 'norm_eps', "more than 0 in delta form, whose "
-                "null source is 0 at first")
+        require(self.norm_eps > 0 or not self.delta_blocks, 'norm_eps',
+                "more than 0 in delta form, whose null source is 0 at first")
 
     @property
     def head_size(self):
@@ -211,20 +215,22 @@ class Config:
 
     @property
     def n_site(self):
-        return 2 * self.n_layer + (self.delta_blocks == 0)      # in delta form the final norm has none
+        return 2 * self.n_layer + (self.delta_blocks == 0)      # delta form: none at the end
 
     @property
     def padded_vocab(self):
         return math.ceil(self.vocab_size / 64) * 64     # matrix products like round sizes
 
 
-# The shapes of the paper (its section on shapes and recipe), with GPT-2's vocabulary instead of Qwen's
-# 151,936: so '100m' has 63.5M parameters here. 'tiny' is ours: bytes in, bytes out, for a laptop's CPU.
+# The shapes of the paper (its section on shapes and recipe), with GPT-2's vocabulary instead of
+# Qwen's 151,936: so '100m' has 63.5M parameters here. 'tiny' is ours: bytes in, bytes out, for a
+# laptop's CPU.
 PRESETS = {
-    'tiny': Config(vocab_size=257, block_size=256, n_layer=4, n_head=4, n_kv_head=4, n_embd=128, ffn_dim=384),
-    '100m': Config(vocab_size=50257, block_size=2048, n_layer=12, n_head=8, n_kv_head=4, n_embd=512, ffn_dim=1536),
-    '350m': Config(vocab_size=50257, block_size=1024, n_layer=24, n_head=16, n_kv_head=8, n_embd=1024, ffn_dim=4096),
-    '1b': Config(vocab_size=50257, block_size=1024, n_layer=36, n_head=16, n_kv_head=8, n_embd=1280, ffn_dim=5120),
+    #               V   block  n_layer n_head n_kv_head  n_embd ffn_dim
+    'tiny': Config(257,   256,       4,     4,        4,    128,    384),
+    '100m': Config(50257, 2048,     12,     8,        4,    512,   1536),
+    '350m': Config(50257, 1024,     24,    16,        8,   1024,   4096),
+    '1b':   Config(50257, 1024,     36,    16,        8,   1280,   5120),
 }
 ROUTERS = 'auto', 'eager', 'fused'
 
@@ -247,14 +253,15 @@ ROPE_SCALING = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_po
 
 def rope_tables(config):
     """
-    Rotary embedding (Su et al. 2021): cos and the signed sin of every position, each (block_size, head_size).
+    Rotary embedding (Su et al. 2021): cos and the signed sin of every position, each (block_size,
+    head_size).
 
-    Element i turns together with element i + head_size / 2, as in Llama and Qwen: (a, b) -> (a cos - b sin,
-    b cos + a sin). With sin negative in the first half that is x * cos + roll(x) * sin.
+    Element i turns together with element i + head_size / 2, as in Llama and Qwen: (a, b) -> (a cos
+    - b sin, b cos + a sin). With sin negative in the first half that is x * cos + roll(x) * sin.
 
     Llama 3.1's rope_scaling stretches positions for a longer context: a pair that turns less than
-    low_freq_factor times in the original context turns `factor` times slower, one that turns more than
-    high_freq_factor times as before, and those between them in between.
+    low_freq_factor times in the original context turns `factor` times slower, one that turns more
+    than high_freq_factor times as before, and those between them in between.
     """
     pairs = torch.arange(0, config.head_size, 2) / config.head_size
     frequencies = config.rope_theta ** -pairs           # in radians a token
@@ -263,7 +270,8 @@ def rope_tables(config):
         keep = ((context * frequencies / (2 * math.pi) - low) / (high - low)).clamp(0, 1)
         frequencies = frequencies * (keep + (1 - keep) / factor)
     angles = torch.arange(config.block_size)[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.cos()), dim=1), torch.cat((-angles.sin(), angles.sin()), dim=1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
 
 
 def rotate(x, rope):
@@ -276,8 +284,9 @@ class KVCache:
     """
     Keys and values of one attention layer for the tokens so far, each (B, n_kv_head, T, head_size).
 
-    Attention is all that needs a cache. Depth routing mixes the sources *of one token*: a new token brings
-    all of its own along as it passes through the layers, and no token ever reads another token's.
+    Attention is all that needs a cache. Depth routing mixes the sources *of one token*: a new token
+    brings all of its own along as it passes through the layers, and no token ever reads another
+    token's.
     """
     k = v = None
 
@@ -291,7 +300,8 @@ class KVCache:
         return 0 if self.k is None else self.k.size(2)
 
 
-# cuDNN's attention is the fastest on Hopper, then FlashAttention-2; the rest serve older GPUs and CPUs.
+# cuDNN's attention is the fastest on Hopper, then FlashAttention-2; the rest serve older GPUs and
+# CPUs.
 ATTENTION_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
                       SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -318,11 +328,11 @@ class Attention(nn.Module):
         mask = None
         if cache is not None:
             k, v = cache.append(k, v)
-            if 1 < T < k.size(2):   # new token t may see all cached ones, and the new ones up to itself
-                mask = torch.ones(T, k.size(2), dtype=torch.bool, device=x.device).tril(k.size(2) - T)
+            if 1 < T < k.size(2):   # a new token sees the cached ones, and the new up to itself
+                mask = x.new_ones(T, k.size(2), dtype=torch.bool).tril(k.size(2) - T)
         # cuDNN plans anew for each shape, and a cache has another length at every token.
         with sdpa_kernel(ATTENTION_BACKENDS[cache is not None:], set_priority=True):
-            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T > 1 and mask is None,
+            y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=T > 1 and mask is None,
                                                enable_gqa=q.size(1) != k.size(1))
         return self.proj(y.transpose(1, 2).reshape(B, T, -1))
 
@@ -353,8 +363,9 @@ class Block(nn.Module):
 
 def chunk_loss(logits, targets, vocab_size, z_loss=0.0):
     """
-    logits (C, padded V), targets (C,) -> losses (C,) in fp32 and d loss / d logits; 0 where a target is -1.
-    Added is z_loss x logsumexp^2, which keeps the logits from drifting (PaLM, Chowdhery et al. 2022, 5).
+    logits (C, padded V), targets (C,) -> losses (C,) in fp32 and d loss / d logits; 0 where a
+    target is -1. Added is z_loss x logsumexp^2, which keeps the logits from drifting (PaLM,
+    Chowdhery et al. 2022, 5).
     """
     logits32 = at_least_fp32(logits)
     # Over 64 pieces of a row, then over the pieces: a piece fits in registers, so it is read once.
@@ -370,12 +381,13 @@ def chunk_loss(logits, targets, vocab_size, z_loss=0.0):
 
 class LinearCrossEntropy(torch.autograd.Function):
     """
-    Cross-entropies of `x @ weight.T` against targets, without ever holding all of the logits: at 65,536
-    tokens and GPT-2's vocabulary they would take 13 GB in fp32, and their gradient as much.
+    Cross-entropies of `x @ weight.T` against targets, without ever holding all of the logits: at
+    65,536 tokens and GPT-2's vocabulary they would take 13 GB in fp32, and their gradient as much.
 
-    x (M, D), weight (padded V, D), targets (M,), -1 = ignored -> losses (M,), fp32. The rows go through in
-    chunks, and each chunk's gradient is taken while its logits are there: backward only scales d(sum of
-    losses)/dx and /dweight. So every loss must get the same upstream gradient (as in a mean).
+    x (M, D), weight (padded V, D), targets (M,), -1 = ignored -> losses (M,), fp32. The rows go
+    through in chunks, and each chunk's gradient is taken while its logits are there: backward only
+    scales d(sum of losses)/dx and /dweight. So every loss must get the same upstream gradient (as
+    in a mean).
     """
     CHUNK = 16384   # tokens
 
@@ -399,16 +411,17 @@ class LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dlosses):
         if torch.is_grad_enabled():         # create_graph=True
-            raise RuntimeError("this loss has no second derivatives; F.cross_entropy of model(idx) does")
+            raise RuntimeError("no second derivatives here; F.cross_entropy of model(idx) has them")
         dx, dw = ctx.saved_tensors
-        scale = dlosses[0]      # in fp32: rounded to dx's dtype, 1 / tokens would be off by up to 0.4 %
+        scale = dlosses[0]      # in fp32: in bf16 1 / tokens would be off by up to 0.4 %
         return (at_least_fp32(dx) * scale).to(dx.dtype), dw * scale, None, None, None, None, None
 
 
 # The model.
 
 def triton_runs(device):
-    """Triton, and so torch.compile on a GPU and kernel.py, needs CUDA and compute capability 7.0 or more."""
+    """Triton, and so torch.compile on a GPU and kernel.py, needs CUDA and compute capability 7.0 or
+    more."""
     return (device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (7, 0)
             and importlib.util.find_spec('triton') is not None)
 
@@ -430,19 +443,20 @@ class Transformer(nn.Module):
         if config.H > 0:    # last, so that all H of one seed start from the same weights
             add_routing(self)
         # How the model computes, not what:
-        self.router = 'auto'                # the reads by `route` (eager) or kernel.py (fused), see router_on
-        self.checkpoint_sublayers = False   # recompute each sublayer in backward instead of keeping its activations
+        self.router = 'auto'                # 'eager': reads by `route`; 'fused': by kernel.py
+        self.checkpoint_sublayers = False   # recompute each in backward, keep no activations
         self.z_loss = 0.0                   # of the training loss, see chunk_loss
         self.chunk_loss = chunk_loss        # compile_parts puts a compiled one here
 
     def router_on(self, device, dtype=torch.float32):
-        """'eager' or 'fused': what `router` comes to. ConfigError if it is fused where that cannot run."""
+        """'eager' or 'fused': what `router` comes to. ConfigError for fused where that cannot
+        run."""
         if self.router == 'eager' or dtype == torch.float64:    # the kernels compute in fp32
             return 'eager'
-        interpreted = os.environ.get('TRITON_INTERPRET') == '1' and importlib.util.find_spec('triton')
-        if self.router == 'fused' and not (interpreted or triton_runs(device)):
-            raise ConfigError(f"router = 'fused': needs Triton and a CUDA GPU of compute capability 7.0 or more, "
-                              f"which {device} is not; 'eager' and 'auto' run anywhere")
+        can = triton_runs(device) or os.environ.get('TRITON_INTERPRET') == '1'
+        if self.router == 'fused' and not can:
+            raise ConfigError(f"router = 'fused': needs Triton and a CUDA GPU of compute "
+                              f"capability 7.0 or more, not {device}")
         return 'fused' if self.router == 'fused' or triton_runs(device) else 'eager'
 
     def new_stream(self, x):
@@ -458,8 +472,10 @@ class Transformer(nn.Module):
         return kernel.DepthRouter(fold(*site_parameters(self)), c.H, c.norm_eps)
 
     def read_group(self, sources, sites):
-        """Delta form: what these sites (a slice) read of sources, a list, times their gates, as a list."""
-        c, gates, parameters = self.config, self.gates[sites], [p[sites] for p in site_parameters(self)]
+        """Delta form: what these sites (a slice) read of sources, a list, times their gates, as a
+        list."""
+        c, gates = self.config, self.gates[sites]
+        parameters = [p[sites] for p in site_parameters(self)]
         if self.router_on(sources[0].device, sources[0].dtype) == 'eager':
             sources = torch.stack(sources)
             return [gate * read_eagerly(route, sources, *site, c.H, c.norm_eps)
@@ -471,10 +487,12 @@ class Transformer(nn.Module):
         """idx (B, T) -> the last hidden states, normalised, (B, T, D)."""
         start = len(caches[0]) if caches else 0
         rope = self.cos[start:start + idx.size(1)], self.sin[start:start + idx.size(1)]
-        # Rows that pad the vocabulary stand for no token: left out here and as logits, they are invisible.
+        # Rows that pad the vocabulary stand for no token: left out here and as logits, they are
+        # invisible.
         x = F.embedding(idx, self.wte.weight[:self.config.vocab_size])
         if torch.is_autocast_enabled(x.device.type):
-            # As small as the sublayers' outputs. For H = 0 this makes the running sum bf16: each sum rounds.
+            # As small as the sublayers' outputs. For H = 0 this makes the running sum bf16: each
+            # sum rounds.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         stream = self.new_stream(x)
         x = stream(x)
@@ -491,13 +509,14 @@ class Transformer(nn.Module):
         """
         idx (B, T) token ids -> logits (B, T, V).
 
-        With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead (under grad mode with the
-        z-loss, if it is on); reduction='none' gives all losses (B, T), 0 where ignored, and no gradient.
-        `caches`, one KVCache a layer, lets idx go on where they end. ValueError if idx is too long.
+        With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead (under grad mode
+        with the z-loss, if it is on); reduction='none' gives all losses (B, T), 0 where ignored,
+        and no gradient. `caches`, one KVCache a layer, lets idx go on where they end. ValueError if
+        idx is too long.
         """
         length = idx.size(-1) + (len(caches[0]) if caches else 0)
         if idx.dim() != 2 or not 0 < length <= self.config.block_size:
-            raise ValueError(f"idx {tuple(idx.shape)} must be (B, T), and with what is cached from 1 to "
+            raise ValueError(f"idx {tuple(idx.shape)}: must be (B, T), with what is cached from 1 to "
                              f"block_size = {self.config.block_size} tokens, not {length}")
         if reduction not in ('mean', 'none'):
             raise ValueError(f"reduction = {reduction!r}: must be 'mean' or 'none'")
@@ -506,8 +525,9 @@ class Transformer(nn.Module):
         if targets is None:
             return F.linear(x, weight)[..., :V]
         with_grad = torch.is_grad_enabled() and reduction == 'mean'
-        losses = LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), V,
-                                          self.z_loss if with_grad else 0.0, with_grad, self.chunk_loss)
+        z_loss = self.z_loss if with_grad else 0.0
+        losses = LinearCrossEntropy.apply(x.flatten(0, 1), weight, targets.flatten(), V, z_loss,
+                                          with_grad, self.chunk_loss)
         if reduction == 'none':
             return losses.detach().view(targets.shape)
         return losses.sum() / (targets >= 0).sum()
@@ -515,8 +535,9 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """
-        idx (B, T >= 1), the prompt -> (B, T + new), prompt included. Temperature 0 takes the likeliest
-        token; top_k keeps the k likeliest (None or 0: all). Stops where the sequence reaches block_size.
+        idx (B, T >= 1), the prompt -> (B, T + new), prompt included. Temperature 0 takes the
+        likeliest token; top_k keeps the k likeliest (None or 0: all). Stops where the sequence
+        reaches block_size.
         """
         caches, new = [KVCache() for _ in self.blocks], idx
         for _ in range(min(max_new_tokens, max(1, self.config.block_size - idx.size(-1)))):
@@ -533,10 +554,10 @@ class Transformer(nn.Module):
 
     def compile_parts(self, whole=True):
         """
-        torch.compile, in place (parameter names stay). The plain model compiles as a whole. With routing
-        each sublayer compiles on its own, and one graph serves all of them: the sites between them, which
-        each see one source more, stay outside. With activation checkpointing, or if not `whole`, it is
-        always sublayers. -> whether the model compiled as a whole.
+        torch.compile, in place (parameter names stay). The plain model compiles as a whole. With
+        routing each sublayer compiles on its own, and one graph serves all of them: the sites
+        between them, which each see one source more, stay outside. With activation checkpointing,
+        or if not `whole`, it is always sublayers. -> whether the model compiled as a whole.
         """
         self.chunk_loss = torch.compile(chunk_loss)
         whole = whole and not self.checkpoint_sublayers and self.config.H == 0
@@ -550,9 +571,9 @@ class Transformer(nn.Module):
 
     def parameter_groups(self, weight_decay, decay_embedding=True, query_lr=1.0):
         """
-        For AdamW: matrices decay; norm weights do not, and neither does the routing, which is whatever
-        the model holds itself. A group's 'lr_scale', query_lr for the routing queries and 1 for the others,
-        is for the caller to multiply its 'lr' by.
+        For AdamW: matrices decay; norm weights do not, and neither does the routing, which is
+        whatever the model holds itself. A group's 'lr_scale', query_lr for the routing queries and
+        1 for the others, is for the caller to multiply its 'lr' by.
         """
         groups = [dict(params=[], weight_decay=decay, lr_scale=scale)
                   for decay, scale in ((weight_decay, 1.0), (0.0, 1.0), (0.0, query_lr))]
@@ -570,9 +591,10 @@ class Transformer(nn.Module):
 
     def flops_per_token(self):
         """
-        FLOPs of one training step per token, forward and backward: 6 a parameter (of the embedding only the
-        head's product), and 6 * n_layer * n_head * head_size * block_size for causal attention, which sees
-        half of the block on average. Routing's are left out: MFU then compares H as tokens a second do.
+        FLOPs of one training step per token, forward and backward: 6 a parameter (of the embedding
+        only the head's product), and 6 * n_layer * n_head * head_size * block_size for causal
+        attention, which sees half of the block on average. Routing's are left out: MFU then
+        compares H as tokens a second do.
         """
         c = self.config
         attention = c.n_layer * c.n_head * c.head_size * c.block_size
@@ -582,11 +604,12 @@ class Transformer(nn.Module):
 
     def graft(self, H, delta_blocks, query_init_std=0.0):
         """
-        This plain model in delta form: a new model on the very same weights, which computes exactly what
-        this one does until training moves its gates from 0. ConfigError if this one is not plain.
+        This plain model in delta form: a new model on the very same weights, which computes exactly
+        what this one does until training moves its gates from 0. ConfigError if this one is not
+        plain.
         """
         if self.config.H > 0:
-            raise ConfigError(f"H = {self.config.H}: only a plain model (H = 0) can be grafted onto")
+            raise ConfigError(f"H = {self.config.H}: only a plain model (H = 0) can be grafted on")
         config = replace(self.config, H=H, delta_blocks=delta_blocks, query_init_std=query_init_std)
         model = Transformer.on(self.config, self.state_dict(keep_vars=True), (self.cos, self.sin))
         model.config = config
@@ -604,7 +627,8 @@ class Transformer(nn.Module):
 
     @classmethod
     def from_checkpoint(cls, source, device='cpu', weights='model'):
-        """A model from what train.py saved: its OUT, or the dictionary in OUT/ckpt.pt. weights='ema': their average."""
+        """What train.py saved, OUT or the dictionary in OUT/ckpt.pt. weights='ema': their
+        average."""
         if not isinstance(source, dict):
             source = torch.load(Path(source, 'ckpt.pt'), map_location='cpu', weights_only=True)
         model = cls(config_of(source)).to(device)
@@ -614,11 +638,12 @@ class Transformer(nn.Module):
     @classmethod
     def from_pretrained(cls, source, block_size=None, dtype=torch.float32, device='cpu'):
         """
-        A plain model with the weights of a Llama or Qwen3: a folder in Hugging Face's layout, or OWNER/NAME
-        on the hub. block_size: see pretrained_config. ConfigError for what does not fit.
+        A plain model with the weights of a Llama or Qwen3: a folder in Hugging Face's layout, or
+        OWNER/NAME on the hub. block_size: see pretrained_config. ConfigError for what does not fit.
         """
         config = pretrained_config(source, block_size)
-        # Loaded as not tied: transformers would drop the head of a tied model that has one of its own.
+        # Loaded as not tied: transformers would drop the head of a tied model that has one of its
+        # own.
         hf, found = import_transformers().AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, tie_word_embeddings=False, output_loading_info=True)
         weights = {our_name(name): tensor.to(device) for name, tensor in hf.state_dict().items()}
@@ -626,7 +651,7 @@ class Transformer(nn.Module):
         if config.tie_embeddings:
             head = weights.pop('lm_head.weight')
             if 'lm_head.weight' not in missing and not torch.equal(head, weights['wte.weight']):
-                raise ConfigError(f"{source}: its embedding is tied, and yet it has a head that is not the embedding")
+                raise ConfigError(f"{source} is tied, and yet has a head that is not the embedding")
             missing.discard('lm_head.weight')
         for name in {'wte.weight', 'lm_head.weight'} & weights.keys():
             weights[name] = F.pad(weights[name], (0, 0, 0, config.padded_vocab - config.vocab_size))
@@ -639,8 +664,8 @@ class Transformer(nn.Module):
 
 def config_of(checkpoint):
     """A checkpoint's Config; keys that are no longer known are dropped."""
-    known = {field.name for field in fields(Config)}
-    return Config(**{key: value for key, value in checkpoint['model_config'].items() if key in known})
+    known, saved = {field.name for field in fields(Config)}, checkpoint['model_config']
+    return Config(**{key: value for key, value in saved.items() if key in known})
 
 
 # Weights that others have trained.
@@ -650,12 +675,12 @@ def import_transformers():
         import transformers
         return transformers
     except ImportError as error:
-        raise ConfigError("reading a pretrained model needs transformers: pip install transformers") from error
+        raise ConfigError("this needs transformers: pip install transformers") from error
 
 
 def our_name(name):
     """'model.layers.3.self_attn.q_proj.weight' -> 'blocks.3.attn.q.weight'"""
-    for theirs, ours in (('model.embed_tokens', 'wte'), ('model.layers', 'blocks'), ('model.norm', 'norm'),
+    for theirs, ours in (('model.', ''), ('embed_tokens', 'wte'), ('layers', 'blocks'),
                          ('input_layernorm', 'attn.norm'), ('post_attention_layernorm', 'mlp.norm'),
                          ('self_attn', 'attn'), ('o_proj', 'proj'), ('_proj', '')):
         name = name.replace(theirs, ours)
@@ -670,21 +695,24 @@ def pretrained_config(source, block_size=None):
     try:
         hf = import_transformers().AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{source} cannot be read: {str(error).strip().splitlines()[0]}") from error
+        problem = str(error).strip().splitlines()[0]
+        raise ConfigError(f"{source} cannot be read: {problem}") from error
     rope = dict(getattr(hf, 'rope_parameters', None) or getattr(hf, 'rope_scaling', None) or {})
     kind, architecture = rope.get('rope_type', 'default'), (hf.architectures or [None])[0]
     def require(ok, problem):
         if not ok:
             raise ConfigError(f"{source}: {problem}")
-    require(architecture in ('LlamaForCausalLM', 'Qwen3ForCausalLM'), f"{architecture} is no Llama or Qwen3")
-    require(kind in ('default', 'llama3') and hf.hidden_act == 'silu' and not getattr(hf, 'use_sliding_window', 0),
-            f"{kind} RoPE, {hf.hidden_act}, or a sliding window: only default or llama3 RoPE, silu and none is known")
+    require(architecture in ('LlamaForCausalLM', 'Qwen3ForCausalLM'),
+            f"{architecture} is no Llama or Qwen3")
+    require(kind in ('default', 'llama3') and hf.hidden_act == 'silu'
+            and not getattr(hf, 'use_sliding_window', False),
+            f"{kind} RoPE, {hf.hidden_act} or a sliding window; known are default, llama3, silu")
     longest = hf.max_position_embeddings
     require((block_size or 0) <= longest, f"block_size = {block_size}: must be {longest} or less")
     return Config(
-        vocab_size=hf.vocab_size, block_size=block_size or min(longest, 4096), n_layer=hf.num_hidden_layers,
-        n_head=hf.num_attention_heads, n_kv_head=hf.num_key_value_heads, n_embd=hf.hidden_size,
-        ffn_dim=hf.intermediate_size, H=0, head_dim=hf.head_dim, norm_eps=hf.rms_norm_eps,
+        hf.vocab_size, block_size or min(longest, 4096), hf.num_hidden_layers,
+        hf.num_attention_heads, hf.num_key_value_heads, hf.hidden_size, hf.intermediate_size,
+        H=0, head_dim=hf.head_dim, norm_eps=hf.rms_norm_eps,
         rope_theta=rope.get('rope_theta') or hf.rope_theta,
         rope_scaling={key: rope[key] for key in ROPE_SCALING} if kind == 'llama3' else None,
         qk_norm=architecture == 'Qwen3ForCausalLM', tie_embeddings=hf.tie_word_embeddings)

@@ -266,7 +266,7 @@ def test_all_H_of_one_seed_start_from_the_same_weights():
 @pytest.mark.parametrize('changes, words', [
     (dict(H=3), 'H = 3: must be 0 or a divisor of n_embd = 32'),
     (dict(H=-2), 'H = -2'),
-    (dict(n_kv_head=3), 'n_kv_head = 3: must be a divisor of n_head = 4'),
+    (dict(n_kv_head=3), 'n_kv_head = 3: must be a divisor of 4 heads'),
     (dict(n_head=5, n_kv_head=5), 'n_head = 5: must be a divisor of n_embd = 32'),
     (dict(n_embd=36), 'n_head = 4: must be such that an attention head has an even width'),
     (dict(head_dim=7), 'head_dim = 7: must be such that an attention head has an even width'),
@@ -297,7 +297,7 @@ def test_what_is_no_token_is_refused():
         with pytest.raises((IndexError, RuntimeError), match='out of (range|bounds)'):
             model(*wrong)
     for idx in (tokens(4), tokens(1, 25), tokens(1, 0)):
-        with pytest.raises(ValueError, match='must be .B, T., and .* from 1 to block_size = 24 tokens'):
+        with pytest.raises(ValueError, match='must be .B, T., .* from 1 to block_size = 24 tokens'):
             model(idx)
         with pytest.raises(ValueError, match='must be .B, T.'):
             model.generate(idx, 1)
