@@ -2,7 +2,7 @@
 Fused depth routing: attention over the sources of one token, for every token, in Triton.
 
 Site n of a routed network reads sources s_0 .. s_n (the embedding and the raw outputs of the
-sublayers so far) in H heads. u_n = query * gain is a parameter, r_i = 1 / RMS(s_i) over all heads:
+sublayers so far) in H heads. u_n (query * gain) is what `fold` in model.py returns, r_i = 1 / RMS:
 
     logit[i, h] = u_n[h] . s_i[h] * r_i        read_n[h] = sum_i softmax_i(logit[i, h]) s_i[h]
 
@@ -63,7 +63,7 @@ try:
 except ImportError as error:
     raise ImportError("kernel.py needs Triton (on Linux: pip install triton)") from error
 
-from model import PRESETS, EagerRouter, Transformer, route
+from model import PRESETS, EagerRouter, Transformer, fold, route, site_parameters
 
 # Tuned on one H200.
 S = 8                   # sites (forward) or sources (backward) of a group
@@ -197,7 +197,7 @@ def address(table, i, like):
 # or Triton compiles again for n = 1, and for n divisible by 16.
 
 @triton.jit
-def fold(m, l, acc, logit, v):
+def softmax_step(m, l, acc, logit, v):
     """Online softmax, one more source. Per head: m the largest logit so far, l the sum of
     exp(logit - m), acc, a row, the sum of exp(logit - m) v. A finished softmax is such a state too:
     m its log-sum-exp, l = 1, acc its read."""
@@ -223,10 +223,10 @@ def finish_fwd(X, SRC, R, U, O, LSE, n, older, BT: tl.int64, eps, D: constexpr, 
     partial, lse = load(out, at, real, begun[:, None]), tl.load(stat, mask=begun, other=-1e30)
     r = tl.rsqrt(tl.sum(inner(x, x), 0) / D + eps)
     tl.store(R + n * BT + t, r)
-    m, l, acc = fold(lse, tl.full((HB,), 1., tl.float32), partial, inner(u, x) * r, x)
+    m, l, acc = softmax_step(lse, tl.full((HB,), 1., tl.float32), partial, inner(u, x) * r, x)
     for i in tl.range(older, n, num_stages=3):      # two rows ahead
         v = load(address(SRC, i, O) + t * D, at, real, live[:, None])
-        m, l, acc = fold(m, l, acc, inner(u, v) * tl.load(R + i * BT + t), v)
+        m, l, acc = softmax_step(m, l, acc, inner(u, v) * tl.load(R + i * BT + t), v)
     store(out, at, real, live[:, None], scaled(acc, (1 / l)[:, None]))
     tl.store(stat, m + tl.log(l), mask=live)
 
@@ -603,8 +603,8 @@ class Read(torch.autograd.Function):
 class DepthRouter:
     """
     router(source) -> read. Call n appends source s_n (..., D) and returns read n, the mix of
-    s_0 .. s_n in each head. queries (N, D) = query * gain of each site, used in the sources' dtype;
-    H divides D. Under autocast a source is first cast. group=1 goes site by site.
+    s_0 .. s_n in each head. queries (N, D): u of each site, used in the sources' dtype; H divides
+    D. Under autocast a source is first cast. group=1 goes site by site.
 
     Differentiable in sources and queries, once. A router serves one forward and one backward pass,
     and nothing big outlives that. ValueError for a first source that does not fit; RuntimeError
@@ -675,7 +675,7 @@ class GroupRead(torch.autograd.Function):
 def group_reads(sources, queries, gates, H, eps=1e-6):
     """
     What N sites that read the same sources read of them, times the sites' gates. sources: 1 to 64
-    tensors (..., D) of one shape, dtype and device; queries (N, D) = query * gain; gates (N,)
+    tensors (..., D) of one shape, dtype and device; queries (N, D), u of each site; gates (N,)
     -> N tensors (..., D). Differentiable in all three, once. ValueError for anything else.
     """
     if not 1 <= len(sources) <= 64:
@@ -719,19 +719,20 @@ def rows_moved(N, S=S):
 
 def routing_arms(preset):
     """Forward and backward of all the sites of one model, alone."""
-    c = PRESETS[preset]
-    N, shape = c.n_site, (SEQUENCES[preset], c.block_size, c.n_embd)
-    sources = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for _ in range(N)]
-    queries = (torch.randn(N, c.n_embd, device="cuda") * .05).requires_grad_()
+    with torch.device("cuda"):
+        model = Transformer(replace(PRESETS[preset], query_init_std=.05))
+    c, queries = model.config, fold(*site_parameters(model)).detach().requires_grad_()
+    shape = SEQUENCES[preset], c.block_size, c.n_embd
+    sources = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for _ in queries]
     compiled = torch.compile(route, dynamic=True)       # one graph for any number of sources
 
-    def run(router):
-        torch.autograd.grad([router(x) for x in sources], [*sources, queries], sources)
+    def run(router, learned=queries):
+        torch.autograd.grad([router(x) for x in sources], [*sources, learned], sources)
 
     def eager():
-        router = EagerRouter([queries, torch.ones_like(queries)], c.H, 1e-6)
+        router = EagerRouter(site_parameters(model), c.H, c.norm_eps)
         router.route = lambda sources, *site: compiled(torch.stack(sources), *site)
-        run(router)
+        run(router, model.queries)
     return {"compiled eager": eager,
             "site by site": lambda: run(DepthRouter(queries, c.H, group=1)),
             "fused": lambda: run(DepthRouter(queries, c.H)),

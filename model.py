@@ -32,12 +32,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 
-# Depth routing. A router of your own is made in the next five functions. On a GPU the fused kernels
-# of kernel.py take the place of `route`, and of a site they see what `fold` returns alone: a change
-# that is not in `fold` trains with --router=eager (train.py notices it).
+# Depth routing. A router of your own is made in the next five functions: create a parameter, a row
+# for each site, in add_routing, return it from site_parameters, take it in fold, route_weights and
+# route. (Older checkpoints then lack it.) On a GPU the fused kernels take the place of `route`, and
+# all that they know of a site is what `fold` returns: what acts elsewhere needs --router=eager.
 
 def add_routing(model):
-    """Gives the model what its routing learns: a row for each site in each of site_parameters."""
+    """Gives the model what its routing learns. (All it holds itself: layers hold the rest.)"""
     c, like = model.config, model.wte.weight.detach()
     model.queries = nn.Parameter(like.new_zeros(c.n_site, c.n_embd))
     model.gains = nn.Parameter(like.new_ones(c.n_site, c.n_embd))       # of the norm of the keys
@@ -49,12 +50,12 @@ def add_routing(model):
 
 
 def site_parameters(model):
-    """A site's own, in the order in which fold, route_weights and route take a row of each."""
+    """What each site has: the arguments of fold, route_weights and route, in their order."""
     return model.queries, model.gains
 
 
 def fold(query, gain):
-    """u, which makes all scores u . RMSNorm(s_i): query . (gain key) = (query gain) . key."""
+    """u, which makes all scores u . RMSNorm(s_i), of one site, (D,), or of all of them, (N, D)."""
     return query * gain
 
 
@@ -98,13 +99,13 @@ def recomputed(f, *args):
     return checkpoint(f, *args, use_reentrant=False, preserve_rng_state=False)
 
 
-def read_eagerly(route, sources, *site):
-    """`route`. What all sites would keep for backward, N^2 hidden states, does not fit a GPU."""
-    return recomputed(route, sources, *site) if sources[0].is_cuda else route(sources, *site)
+def read_eagerly(f, sources, *site):
+    """f is `route`. What all sites would keep for backward, N^2 hidden states, fits no GPU."""
+    return recomputed(f, sources, *site) if sources[0].is_cuda else f(sources, *site)
 
 
 # What stands between the sublayers, in three forms: each takes the newest output, (B, T, D), and
-# returns what the next sublayer reads.
+# returns what the next sublayer reads (Delta: in two parts, which RMSNorm adds).
 
 class Plain:
     """H = 0: one running sum."""
@@ -117,7 +118,7 @@ class Plain:
 
 class EagerRouter:
     """H > 0: site n reads a mix of the n + 1 outputs so far. (Fused: kernel.DepthRouter.)"""
-    route = staticmethod(route)
+    route = staticmethod(route)     # the benchmark compiles it
 
     def __init__(self, parameters, H, eps):         # site_parameters: a row a site in each
         self.sites, self.H, self.eps, self.sources = list(zip(*parameters)), H, eps, []
@@ -516,8 +517,8 @@ class Transformer(nn.Module):
         """
         length = idx.size(-1) + (len(caches[0]) if caches else 0)
         if idx.dim() != 2 or not 0 < length <= self.config.block_size:
-            raise ValueError(f"idx {tuple(idx.shape)}: must be (B, T), with what is cached from 1 to "
-                             f"block_size = {self.config.block_size} tokens, not {length}")
+            raise ValueError(f"idx {tuple(idx.shape)}: must be (B, T), with what is cached from 1 "
+                             f"to block_size = {self.config.block_size} tokens, not {length}")
         if reduction not in ('mean', 'none'):
             raise ValueError(f"reduction = {reduction!r}: must be 'mean' or 'none'")
         V, x = self.config.vocab_size, self.hidden(idx, caches)
@@ -578,7 +579,8 @@ class Transformer(nn.Module):
         groups = [dict(params=[], weight_decay=decay, lr_scale=scale)
                   for decay, scale in ((weight_decay, 1.0), (0.0, 1.0), (0.0, query_lr))]
         for name, p in self.named_parameters():
-            decays = p.dim() == 2 and '.' in name and (decay_embedding or name != 'wte.weight')
+            in_layer = '.' in name
+            decays = in_layer and p.dim() == 2 and (decay_embedding or name != 'wte.weight')
             groups[2 if name == 'queries' else 0 if decays else 1]['params'].append(p)
         return [group for group in groups if group['params']]       # H = 0 has no queries
 

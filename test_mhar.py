@@ -79,6 +79,15 @@ def random_site(N=5, D=24, seed=0):
     return [torch.randn(*shape, generator=g, dtype=torch.float64) for shape in ((N, 2, 3, D), (D,), (D,))]
 
 
+def a_site(query, gain, H):
+    """query and gain (D,) or (N, D), and whatever else a site has, as it is at first: a router of one's own adds to it."""
+    D = query.size(-1)
+    holder = SimpleNamespace(config=small_config(H, n_embd=D, n_head=1, n_kv_head=1, n_layer=40), wte=SimpleNamespace(weight=query))
+    mhar.add_routing(holder)
+    rows = slice(len(query)) if query.dim() == 2 else 0
+    return query, gain, *(p[rows].detach() for p in mhar.site_parameters(holder)[2:])
+
+
 # Routing.
 
 @pytest.mark.parametrize('H', [1, 2, 8])
@@ -98,7 +107,7 @@ def test_zero_queries_are_the_default_and_init_std_is_used():
 def test_H1_is_attention_residuals():
     # An independent AttnRes, straight from its formula, one token at a time.
     sources, query, gain = random_site()
-    read = route(sources, query, gain, H=1, eps=1e-6)
+    read = route(sources, *a_site(query, gain, 1), H=1, eps=1e-6)
     for b in range(2):
         for t in range(3):
             s = sources[:, b, t]                                    # (N, D)
@@ -108,7 +117,7 @@ def test_H1_is_attention_residuals():
 
 def test_each_head_is_attention_residuals_on_its_slice_with_full_width_norm():
     sources, query, gain = random_site()
-    read = route(sources, query, gain, H=3, eps=1e-6)
+    read = route(sources, *a_site(query, gain, 3), H=3, eps=1e-6)
     keys = F.rms_norm(sources, (24,), gain, eps=1e-6)
     for h in range(3):
         cols = slice(8 * h, 8 * h + 8)
@@ -119,23 +128,26 @@ def test_each_head_is_attention_residuals_on_its_slice_with_full_width_norm():
 def test_permuting_heads_permutes_the_read():
     sources, query, gain = random_site()
     order = torch.arange(24).view(4, 6)[[2, 0, 3, 1]].flatten()
-    read = route(sources, query, gain, H=4)
-    torch.testing.assert_close(route(sources[..., order], query[order], gain[order], H=4), read[..., order])
+    read = route(sources, *a_site(query, gain, 4), H=4)
+    again = route(sources[..., order], *a_site(query[order], gain[order], 4), H=4)
+    torch.testing.assert_close(again, read[..., order])
 
 
 def test_one_source_is_the_identity_and_lists_equal_tensors():
-    sources, query, gain = random_site()
-    assert torch.equal(route(sources[:1], query, gain, H=4), sources[0])
-    assert torch.equal(route(list(sources), query, gain, H=4), route(sources, query, gain, H=4))
+    sources, *site = random_site()
+    site = a_site(*site, 4)
+    assert torch.equal(route(sources[:1], *site, H=4), sources[0])
+    assert torch.equal(route(list(sources), *site, H=4), route(sources, *site, H=4))
 
 
 def test_weights_sum_to_one_and_are_fp32_for_bf16_sources():
-    sources, query, gain = random_site()
-    assert (route_weights(sources, query, gain, 4).sum(0) - 1).abs().max() < 1e-12
-    weights = route_weights(sources.bfloat16(), query.float(), gain.float(), 4)
+    sources, *site = random_site()
+    assert (route_weights(sources, *a_site(*site, 4), 4).sum(0) - 1).abs().max() < 1e-12
+    site = a_site(*(x.float() for x in site), 4)
+    weights = route_weights(sources.bfloat16(), *site, 4)
     assert weights.dtype == torch.float32 and weights.shape == (5, 2, 3, 4)
-    assert route(sources.bfloat16(), query.float(), gain.float(), 4).dtype == torch.bfloat16
-    assert torch.equal(weights, route_weights(sources.bfloat16().float(), query.float(), gain.float(), 4))
+    assert route(sources.bfloat16(), *site, 4).dtype == torch.bfloat16
+    assert torch.equal(weights, route_weights(sources.bfloat16().float(), *site, 4))
 
 
 @pytest.mark.parametrize('form', FORMS, ids=str)
@@ -149,7 +161,7 @@ def test_the_last_read_includes_the_last_sublayer(form):
 def test_every_query_and_gain_gets_a_gradient_once_there_is_a_choice():
     model = small_model(2)
     model(tokens(2, 20), tokens(2, 20, seed=1)).backward()
-    for p in (model.queries, model.gains):
+    for p in mhar.site_parameters(model):
         assert (p.grad[0] == 0).all()               # site 0 has one source: nothing to choose
         assert (p.grad[1:].abs().sum(1) > 0).all()
 
@@ -260,7 +272,7 @@ def test_all_H_of_one_seed_start_from_the_same_weights():
     states = [small_model(H).state_dict() for H in (0, 2)]
     torch.manual_seed(5); plain = Transformer(small_config(0)).state_dict()
     torch.manual_seed(5); routed = Transformer(small_config(2, query_init_std=0.02)).state_dict()
-    assert all(torch.equal(routed[name], p) for name, p in plain.items()) and len(states[1]) == len(states[0]) + 2
+    assert all(torch.equal(routed[name], p) for name, p in plain.items()) and len(states[1]) == len(states[0]) + len(mhar.site_parameters(small_model(2)))
 
 
 @pytest.mark.parametrize('changes, words', [
@@ -320,7 +332,7 @@ def test_delta_form_is_what_its_definition_says():
     stream = [model.wte(idx)]                                                   # before each sublayer, and at the end
     for n, layer in enumerate(layers):
         sources = [model.null.expand_as(stream[0]), stream[0]] + ([stream[4] - stream[0]] if n >= 4 else [])
-        read = stream[n] + model.gates[n] * route(sources, model.queries[n], model.gains[n], 2)
+        read = stream[n] + model.gates[n] * route(sources, *(p[n] for p in mhar.site_parameters(model)), 2)
         stream.append(stream[n] + (layer(read, (model.cos[:20], model.sin[:20])) if n % 2 == 0 else layer(read)))
     logits = (model.norm(stream[-1]) @ model.wte.weight.T)[..., :61]
     torch.testing.assert_close(model(idx), logits, rtol=1e-12, atol=1e-12)
@@ -463,7 +475,7 @@ def some_queries(N=11, D=32):
 
 
 def eager_router(q, H):
-    return mhar.EagerRouter([q, torch.ones_like(q)], H, 1e-6)
+    return mhar.EagerRouter(a_site(q, torch.ones_like(q), H), H, 1e-6)
 
 
 @pytest.mark.parametrize('form, graphs', [(dict(H=0), 1), (dict(H=2), 2), (dict(H=2, delta_blocks=3), 2)])
@@ -504,7 +516,7 @@ def exact_and_bounds(sources, queries, weights, H, dtype, shared=False):
         m = N if shared else n + 1
         x, R = s[:m], r[:m]
         logit, size = total(q * x) * R, total((q * x).abs()) * R                # (m, 1, T, H, 1)
-        p = route_weights(x, q, one, H).unsqueeze(-1)
+        p = route_weights(x, *a_site(q, one, H), H).unsqueeze(-1)
         logit_off = k * u * size
         p_off = torch.expm1(logit_off + (p * logit_off).sum(0) + (8 * logit.abs().amax(0) + 4 * m + 16) * u)   # relative
         read = (p * heads(x)).sum(0)
@@ -567,7 +579,7 @@ def test_fused_equals_eager_in_every_read_and_gradient(monkeypatch, case, dtype)
         return [router(x) for x in sources]
 
     def eager(sources, queries):
-        return [route(sources[:n + 1], q, one.to(q), H) for n, q in enumerate(queries)]
+        return [route(sources[:n + 1], *a_site(q, one.to(q), H), H) for n, q in enumerate(queries)]
     monkeypatch.setattr(torch, 'empty', lambda *a, **k: empty(*a, **k).fill_(
         math.nan if k['dtype'].is_floating_point else 0).data)  # what nobody writes is no number
     got, again = [with_gradients(fused, sources, queries, weights) for _ in range(2)]
@@ -1761,8 +1773,8 @@ def test_width_disagreement_by_hand():
     one = torch.ones(4, dtype=torch.float64)
     p = 1 / (1 + math.exp(-2 * a))          # what a half gives its own source; both halves together give 1/2
     by_hand = math.log(2) + p * math.log(p) + (1 - p) * math.log(1 - p)
-    assert evaluation.disagreement(sources, (query, one), slices=2, eps=0.0) == pytest.approx(by_hand, abs=1e-12)
-    assert evaluation.disagreement(sources, (0 * query, one), slices=2, eps=0.0) == 0
+    assert evaluation.disagreement(sources, a_site(query, one, 1), slices=2, eps=0.0) == pytest.approx(by_hand, abs=1e-12)
+    assert evaluation.disagreement(sources, a_site(0 * query, one, 1), slices=2, eps=0.0) == 0
 
 
 @pytest.mark.parametrize('png', ['curves.xyz', 'nowhere/curves.png'])
