@@ -22,6 +22,7 @@ import importlib.util
 import math
 import os
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Optional
 
@@ -164,8 +165,8 @@ class SameAsKV(int):
     """H = -1, resolved: n_kv_head, also of a dataclasses.replace that changes it. Copies are
     plain."""
 
-    def __deepcopy__(self, memo):       # asdict makes copies
-        return int(self)
+    def __reduce__(self):
+        return int, (int(self),)
 
 
 @dataclass(frozen=True)
@@ -194,9 +195,11 @@ class Config:
             if not ok:
                 raise ConfigError(f"{field} = {getattr(self, field)!r}: must be {allowed}")
         for field in ('vocab_size', 'block_size', 'n_layer', 'n_head', 'n_kv_head', 'n_embd',
-                      'ffn_dim'):
+                      'ffn_dim') + ('head_dim',) * (self.head_dim is not None):
             value = getattr(self, field)
             require(type(value) is int and value > 0, field, "a positive whole number")
+        for field in ('H', 'delta_blocks'):
+            require(type(getattr(self, field)) in (int, SameAsKV), field, "a whole number")
         require(self.n_head % self.n_kv_head == 0, 'n_kv_head', f"a divisor of {self.n_head} heads")
         require(self.head_dim or self.n_embd % self.n_head == 0, 'n_head',
                 f"a divisor of n_embd = {self.n_embd}")
@@ -207,8 +210,9 @@ class Config:
         require(0 <= self.delta_blocks <= self.n_layer * (self.H > 0), 'delta_blocks',
                 f"from 0 to n_layer = {self.n_layer}, and 0 where H = 0")
         require(self.query_init_std >= 0, 'query_init_std', "0 or more")
-        require(self.norm_eps > 0 or not self.delta_blocks, 'norm_eps',
-                "more than 0 in delta form, whose null source is 0 at first")
+        require(self.rope_theta > 0, 'rope_theta', "more than 0")
+        require(self.norm_eps > 0 or self.norm_eps == self.delta_blocks == 0, 'norm_eps',
+                "0 or more, and more in delta form, whose null source is 0 at first")
 
     @property
     def head_size(self):
@@ -237,6 +241,9 @@ ROUTERS = 'auto', 'eager', 'fused'
 
 
 # The two sublayers.
+
+Linear = partial(nn.Linear, bias=False)
+
 
 class RMSNorm(nn.Module):
     def __init__(self, width, eps):
@@ -289,16 +296,14 @@ class KVCache:
     brings all of its own along as it passes through the layers, and no token ever reads another
     token's.
     """
-    k = v = None
+    kv = None
 
-    def append(self, k, v):
-        if self.k is not None:
-            k, v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
-        self.k, self.v = k, v
-        return k, v
+    def append(self, *kv):
+        self.kv = [torch.cat(pair, dim=2) for pair in zip(self.kv, kv)] if self.kv else kv
+        return self.kv
 
     def __len__(self):
-        return 0 if self.k is None else self.k.size(2)
+        return self.kv[0].size(2) if self.kv else 0
 
 
 # cuDNN's attention is the fastest on Hopper, then FlashAttention-2; the rest serve older GPUs and
@@ -313,12 +318,12 @@ class Attention(nn.Module):
         self.head_size = config.head_size
         queries, keys = config.n_head * config.head_size, config.n_kv_head * config.head_size
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
-        self.q = nn.Linear(config.n_embd, queries, bias=False)
-        self.k = nn.Linear(config.n_embd, keys, bias=False)
-        self.v = nn.Linear(config.n_embd, keys, bias=False)
+        self.q = Linear(config.n_embd, queries)
+        self.k = Linear(config.n_embd, keys)
+        self.v = Linear(config.n_embd, keys)
         self.q_norm, self.k_norm = (RMSNorm(config.head_size, config.norm_eps) if config.qk_norm
                                     else nn.Identity() for _ in range(2))
-        self.proj = nn.Linear(queries, config.n_embd, bias=False)
+        self.proj = Linear(queries, config.n_embd)
 
     def forward(self, x, rope, cache=None):
         x = self.norm(x)
@@ -344,9 +349,9 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.norm = RMSNorm(config.n_embd, config.norm_eps)
-        self.gate = nn.Linear(config.n_embd, config.ffn_dim, bias=False)
-        self.up = nn.Linear(config.n_embd, config.ffn_dim, bias=False)
-        self.down = nn.Linear(config.ffn_dim, config.n_embd, bias=False)
+        self.gate = Linear(config.n_embd, config.ffn_dim)
+        self.up = Linear(config.n_embd, config.ffn_dim)
+        self.down = Linear(config.ffn_dim, config.n_embd)
 
     def forward(self, x):
         x = self.norm(x)
@@ -437,7 +442,7 @@ class Transformer(nn.Module):
         for name, table in zip(('cos', 'sin'), rope_tables(config)):
             self.register_buffer(name, table, persistent=False)
         if not config.tie_embeddings:
-            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab, bias=False)
+            self.lm_head = Linear(config.n_embd, config.padded_vocab)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
@@ -452,6 +457,8 @@ class Transformer(nn.Module):
     def router_on(self, device, dtype=torch.float32):
         """'eager' or 'fused': what `router` comes to. ConfigError for fused where that cannot
         run."""
+        if self.router not in ROUTERS:
+            raise ConfigError(f"router = {self.router!r}: must be one of {', '.join(ROUTERS)}")
         if self.router == 'eager' or dtype == torch.float64:    # the kernels compute in fp32
             return 'eager'
         can = triton_runs(device) or os.environ.get('TRITON_INTERPRET') == '1'
@@ -515,12 +522,11 @@ class Transformer(nn.Module):
         and no gradient. `caches`, one KVCache a layer, lets idx go on where they end. ValueError if
         idx is too long.
         """
-        length = idx.size(-1) + (len(caches[0]) if caches else 0)
-        if idx.dim() != 2 or not 0 < length <= self.config.block_size:
-            raise ValueError(f"idx {tuple(idx.shape)}: must be (B, T), with what is cached from 1 "
-                             f"to block_size = {self.config.block_size} tokens, not {length}")
+        self.check(idx, len(caches[0]) if caches else 0)
         if reduction not in ('mean', 'none'):
             raise ValueError(f"reduction = {reduction!r}: must be 'mean' or 'none'")
+        if targets is not None and targets.shape != idx.shape:
+            raise ValueError(f"targets are {tuple(targets.shape)}, idx is {tuple(idx.shape)}")
         V, x = self.config.vocab_size, self.hidden(idx, caches)
         weight = self.wte.weight if self.config.tie_embeddings else self.lm_head.weight
         if targets is None:
@@ -533,6 +539,12 @@ class Transformer(nn.Module):
             return losses.detach().view(targets.shape)
         return losses.sum() / (targets >= 0).sum()
 
+    def check(self, idx, cached=0):
+        longest = self.config.block_size
+        if idx.dim() != 2 or not 1 <= idx.size(1) <= longest - cached:
+            raise ValueError(f"idx is {tuple(idx.shape)}, after {cached} cached tokens: it must be "
+                             f"(B, T), and both together 1 to block_size = {longest} tokens")
+
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """
@@ -540,8 +552,9 @@ class Transformer(nn.Module):
         likeliest token; top_k keeps the k likeliest (None or 0: all). Stops where the sequence
         reaches block_size.
         """
+        self.check(idx)
         caches, new = [KVCache() for _ in self.blocks], idx
-        for _ in range(min(max_new_tokens, max(1, self.config.block_size - idx.size(-1)))):
+        for _ in range(min(max_new_tokens, self.config.block_size - idx.size(1))):
             logits = self(new, caches=caches)[:, -1].float()    # (B, V)
             if top_k:
                 kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
@@ -586,10 +599,9 @@ class Transformer(nn.Module):
 
     def count_parameters(self):
         """(embedding, rest): a tied embedding counts once; padding rows are not counted."""
-        copies = 1 if self.config.tie_embeddings else 2
-        stored, real = (copies * V * self.config.n_embd
-                        for V in (self.config.padded_vocab, self.config.vocab_size))
-        return real, sum(p.numel() for p in self.parameters()) - stored
+        c, total = self.config, sum(p.numel() for p in self.parameters())
+        width = c.n_embd if c.tie_embeddings else 2 * c.n_embd
+        return c.vocab_size * width, total - c.padded_vocab * width
 
     def flops_per_token(self):
         """
@@ -612,30 +624,31 @@ class Transformer(nn.Module):
         """
         if self.config.H > 0:
             raise ConfigError(f"H = {self.config.H}: only a plain model (H = 0) can be grafted on")
-        config = replace(self.config, H=H, delta_blocks=delta_blocks, query_init_std=query_init_std)
-        model = Transformer.on(self.config, self.state_dict(keep_vars=True), (self.cos, self.sin))
-        model.config = config
+        config = replace(self.config, H=int(H), delta_blocks=delta_blocks,
+                         query_init_std=query_init_std)
+        model = Transformer.on(self.config, self.state_dict(keep_vars=True))
+        model.cos, model.sin, model.router, model.config = self.cos, self.sin, self.router, config
         add_routing(model)
         return model
 
     @classmethod
-    def on(cls, config, weights, rope):
-        """A model on these tensors, name -> tensor, and rope_tables: shared, not copied."""
+    def on(cls, config, weights):
+        """A model on these tensors, name -> tensor, all on one device: shared, not copied."""
         with torch.device('meta'):
             model = cls(config)
         model.load_state_dict(weights, assign=True)
-        model.cos, model.sin = rope
+        model.cos, model.sin = (t.to(model.wte.weight.device) for t in rope_tables(config))
         return model
 
     @classmethod
     def from_checkpoint(cls, source, device='cpu', weights='model'):
-        """What train.py saved, OUT or the dictionary in OUT/ckpt.pt. weights='ema': their
-        average."""
+        """What train.py saved: OUT, or its ckpt.pt's dictionary. weights='ema': their average."""
         if not isinstance(source, dict):
-            source = torch.load(Path(source, 'ckpt.pt'), map_location='cpu', weights_only=True)
-        model = cls(config_of(source)).to(device)
-        model.load_state_dict(source[weights])
-        return model
+            path = Path(source)
+            path = path / 'ckpt.pt' if path.is_dir() else path
+            source = torch.load(path, map_location='cpu', weights_only=True)
+        tensors = {name: tensor.to(device, copy=True) for name, tensor in source[weights].items()}
+        return cls.on(config_of(source), tensors)
 
     @classmethod
     def from_pretrained(cls, source, block_size=None, dtype=torch.float32, device='cpu'):
@@ -644,24 +657,24 @@ class Transformer(nn.Module):
         OWNER/NAME on the hub. block_size: see pretrained_config. ConfigError for what does not fit.
         """
         config = pretrained_config(source, block_size)
-        # Loaded as not tied: transformers would drop the head of a tied model that has one of its
-        # own.
-        hf, found = import_transformers().AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, tie_word_embeddings=False, output_loading_info=True)
+        # As not tied: transformers may drop the head of a tied model that has one of its own.
+        hf, found = from_hub('AutoModelForCausalLM', source, dtype=dtype, tie_word_embeddings=False,
+                             ignore_mismatched_sizes=True, output_loading_info=True)
         weights = {our_name(name): tensor.to(device) for name, tensor in hf.state_dict().items()}
-        missing = {our_name(name) for name in found['missing_keys']}
+        wrong = set(found['missing_keys']) | set(found['unexpected_keys'])
+        wrong |= set(map(str, found['mismatched_keys']))
         if config.tie_embeddings:
-            head = weights.pop('lm_head.weight')
-            if 'lm_head.weight' not in missing and not torch.equal(head, weights['wte.weight']):
+            head, tied = weights.pop('lm_head.weight'), 'lm_head.weight' in wrong
+            if not tied and not torch.equal(head, weights['wte.weight']):
                 raise ConfigError(f"{source} is tied, and yet has a head that is not the embedding")
-            missing.discard('lm_head.weight')
+            wrong.discard('lm_head.weight')
+        with torch.device('meta'):
+            wrong |= cls(config).state_dict().keys() ^ weights.keys()
+        if wrong:
+            raise ConfigError(f"{source} does not fit its config: {', '.join(sorted(wrong))}")
         for name in {'wte.weight', 'lm_head.weight'} & weights.keys():
             weights[name] = F.pad(weights[name], (0, 0, 0, config.padded_vocab - config.vocab_size))
-        with torch.device('meta'):
-            names = cls(config).state_dict().keys()
-        if wrong := sorted(missing | set(found['unexpected_keys']) | names ^ weights.keys()):
-            raise ConfigError(f"{source} does not fit its config.json: {', '.join(wrong)}")
-        return cls.on(config, weights, [table.to(device) for table in rope_tables(config)])
+        return cls.on(config, weights)
 
 
 def config_of(checkpoint):
@@ -672,12 +685,16 @@ def config_of(checkpoint):
 
 # Weights that others have trained.
 
-def import_transformers():
+def from_hub(kind, source, **options):
+    """transformers.kind.from_pretrained(source); ConfigError for whatever it cannot load."""
     try:
         import transformers
-        return transformers
-    except ImportError as error:
-        raise ConfigError("this needs transformers: pip install transformers") from error
+        return getattr(transformers, kind).from_pretrained(source, **options)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error}: pip install {error.name}") from error
+    except Exception as error:      # no such file, a damaged one, no network: of many types
+        problem = (str(error).strip() or repr(error)).splitlines()[0]
+        raise ConfigError(f"{source} cannot be loaded with transformers: {problem}") from error
 
 
 def our_name(name):
@@ -694,11 +711,7 @@ def pretrained_config(source, block_size=None):
     The Config of a Llama or Qwen3. block_size defaults to 4,096, or to the longest sequence of the
     checkpoint if that is shorter. ConfigError for what this model cannot compute.
     """
-    try:
-        hf = import_transformers().AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        problem = str(error).strip().splitlines()[0]
-        raise ConfigError(f"{source} cannot be read: {problem}") from error
+    hf = from_hub('AutoConfig', source)
     rope = dict(getattr(hf, 'rope_parameters', None) or getattr(hf, 'rope_scaling', None) or {})
     kind, architecture = rope.get('rope_type', 'default'), (hf.architectures or [None])[0]
     def require(ok, problem):

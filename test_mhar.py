@@ -202,6 +202,7 @@ def test_generation_settings():
     assert torch.equal(draw(top_k=None), draw(top_k=0)) and torch.equal(draw(top_k=None), draw(top_k=10_000))
     assert torch.equal(draw(top_k=1), draw(temperature=0))
     assert model.generate(prompt, 1000).shape == (1, 24), "stops at block_size"
+    assert model.generate(tokens(1, 24), 5).shape == (1, 24), "a full prompt stays as it is"
 
 
 def test_padding_rows_are_never_sampled_nor_trained():
@@ -281,13 +282,17 @@ def test_all_H_of_one_seed_start_from_the_same_weights():
     (dict(n_kv_head=3), 'n_kv_head = 3: must be a divisor of 4 heads'),
     (dict(n_head=5, n_kv_head=5), 'n_head = 5: must be a divisor of n_embd = 32'),
     (dict(n_embd=36), 'n_head = 4: must be such that an attention head has an even width'),
+    (dict(head_dim=0), 'head_dim = 0: must be a positive whole number'),
+    (dict(H=2.0), 'H = 2.0: must be a whole number'),
+    (dict(norm_eps=-1.0), 'norm_eps = -1.0: must be 0 or more'),
+    (dict(rope_theta=0), 'rope_theta = 0: must be more than 0'),
     (dict(head_dim=7), 'head_dim = 7: must be such that an attention head has an even width'),
     (dict(n_layer=0), 'n_layer = 0: must be a positive whole number'),
     (dict(block_size=2.5), 'block_size = 2.5'),
     (dict(query_init_std=-1.0), 'query_init_std = -1.0'),
     (dict(delta_blocks=4), 'delta_blocks = 4: must be from 0 to n_layer = 3'),
     (dict(H=0, delta_blocks=2), 'and 0 where H = 0'),
-    (dict(norm_eps=0.0, delta_blocks=2), 'norm_eps = 0.0: must be more than 0 in delta form'),
+    (dict(norm_eps=0.0, delta_blocks=2), 'norm_eps = 0.0: must be 0 or more, and more in delta form'),
 ])
 def test_config_errors_name_field_value_and_what_is_allowed(changes, words):
     with pytest.raises(ConfigError) as error:
@@ -309,10 +314,12 @@ def test_what_is_no_token_is_refused():
         with pytest.raises((IndexError, RuntimeError), match='out of (range|bounds)'):
             model(*wrong)
     for idx in (tokens(4), tokens(1, 25), tokens(1, 0)):
-        with pytest.raises(ValueError, match='must be .B, T., .* from 1 to block_size = 24 tokens'):
+        with pytest.raises(ValueError, match='must be .B, T., and both together 1 to block_size = 24 tokens'):
             model(idx)
         with pytest.raises(ValueError, match='must be .B, T.'):
             model.generate(idx, 1)
+    with pytest.raises(ValueError, match='targets are .2, 4., idx is .4, 2.'):
+        model(tokens(4, 2), tokens(2, 4))
     with pytest.raises(ValueError, match="reduction = 'sum'"):
         model(tokens(1, 4), tokens(1, 4), reduction='sum')
 
@@ -421,7 +428,8 @@ def test_pretrained_models_compute_what_transformers_does(tmp_path, kind):
 
 
 @pytest.mark.parametrize('change, words', [
-    (dict(num_hidden_layers=4), 'does not fit its config.json: blocks.3.attn.k.weight'),
+    (dict(num_hidden_layers=4), 'does not fit its config: model.layers.3.input_layernorm.weight'),
+    (dict(intermediate_size=40), "'model.layers.0.mlp.down_proj.weight', torch.Size([32, 48]), torch.Size([32, 40])"),
     (dict(num_hidden_layers=2), 'model.layers.2.mlp.down_proj.weight'),
     (dict(attention_bias=True), 'blocks.0.attn.k.bias'),
     (dict(architectures=['GPT2LMHeadModel']), 'GPT2LMHeadModel is no Llama or Qwen3'),
@@ -442,7 +450,10 @@ def test_an_absent_checkpoint_is_told(tmp_path, monkeypatch):
     pretrained(tmp_path / 'a', 'qwen3')
     with pytest.raises(ConfigError, match='block_size = 97: must be 96 or less'):
         Transformer.from_pretrained(tmp_path / 'a', block_size=97)
-    with pytest.raises(ConfigError, match='nowhere cannot be read'):
+    next((tmp_path / 'a').glob('*.safetensors')).write_bytes(b'half')
+    with pytest.raises(ConfigError, match='cannot be loaded with transformers'):
+        Transformer.from_pretrained(tmp_path / 'a')
+    with pytest.raises(ConfigError, match='nowhere cannot be loaded with transformers'):
         Transformer.from_pretrained(tmp_path / 'nowhere')
     monkeypatch.setitem(sys.modules, 'transformers', None)
     with pytest.raises(ConfigError, match='pip install transformers'):
@@ -788,9 +799,9 @@ def test_a_fused_router_that_cannot_run_is_a_clear_error(monkeypatch):
     monkeypatch.delenv('TRITON_INTERPRET', raising=False)
     model = small_model(2).float()
     assert model.router_on(torch.device('cpu')) == 'eager'
-    model.router = 'fused'
-    with pytest.raises(ConfigError, match="router = 'fused': needs Triton and a CUDA GPU"):
-        model(tokens(1, 4))
+    for model.router, words in (('fused', "'fused': needs Triton and a CUDA GPU"), ('Eager', "'Eager': must be one of")):
+        with pytest.raises(ConfigError, match=words):
+            model(tokens(1, 4))
 
 
 @needs_triton
@@ -1522,7 +1533,7 @@ def test_flags_take_every_usual_form():
     (['--preset=7b'], "preset = '7b': must be one of tiny, 100m, 350m, 1b"),
     (['--H=3'], 'H = 3: must be 0 or a divisor of n_embd'),
     (['--graft'], '--graft cannot apply: there is no --init_from'),
-    (['--init_from=a/b/c'], 'a/b/c cannot be read: Repo id must be' if find_spec('transformers') else 'pip install transformers'),
+    (['--init_from=a/b/c'], 'a/b/c cannot be loaded with transformers: Repo id must be' if find_spec('transformers') else 'pip install transformers'),
     (['--init_from=a', '--preset=tiny'], '--preset cannot apply: the shape is that of --init_from'),
     (['--init_from=a', '--n_embd=64'], '--n_embd cannot apply: the shape is that of --init_from'),
     (['--ema=1'], 'ema = 1.0: must be 0 or more and below 1'),
