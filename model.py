@@ -162,8 +162,7 @@ class ConfigError(ValueError):
 
 
 class SameAsKV(int):
-    """H = -1, resolved: n_kv_head, also of a dataclasses.replace that changes it. Copies are
-    plain."""
+    """H = -1, resolved: n_kv_head, also after a dataclasses.replace of that. A copy is an int."""
 
     def __reduce__(self):
         return int, (int(self),)
@@ -228,8 +227,7 @@ class Config:
 
 
 # The shapes of the paper (its section on shapes and recipe), with GPT-2's vocabulary instead of
-# Qwen's 151,936: so '100m' has 63.5M parameters here. 'tiny' is ours: bytes in, bytes out, for a
-# laptop's CPU.
+# Qwen's 151,936: so '100m' has 63.5M parameters here. 'tiny' is ours: bytes, on a laptop's CPU.
 PRESETS = {
     #               V   block  n_layer n_head n_kv_head  n_embd ffn_dim
     'tiny': Config(257,   256,       4,     4,        4,    128,    384),
@@ -261,8 +259,7 @@ ROPE_SCALING = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_po
 
 def rope_tables(config):
     """
-    Rotary embedding (Su et al. 2021): cos and the signed sin of every position, each (block_size,
-    head_size).
+    Rotary embedding (Su et al. 2021): cos and signed sin, each (block_size, head_size).
 
     Element i turns together with element i + head_size / 2, as in Llama and Qwen: (a, b) -> (a cos
     - b sin, b cos + a sin). With sin negative in the first half that is x * cos + roll(x) * sin.
@@ -293,8 +290,7 @@ class KVCache:
     Keys and values of one attention layer for the tokens so far, each (B, n_kv_head, T, head_size).
 
     Attention is all that needs a cache. Depth routing mixes the sources *of one token*: a new token
-    brings all of its own along as it passes through the layers, and no token ever reads another
-    token's.
+    brings its own along as it passes through the layers, and none ever reads another token's.
     """
     kv = None
 
@@ -306,8 +302,7 @@ class KVCache:
         return self.kv[0].size(2) if self.kv else 0
 
 
-# cuDNN's attention is the fastest on Hopper, then FlashAttention-2; the rest serve older GPUs and
-# CPUs.
+# cuDNN's attention is the fastest on Hopper, then FlashAttention-2; the rest serve other machines.
 ATTENTION_BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION,
                       SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -369,9 +364,8 @@ class Block(nn.Module):
 
 def chunk_loss(logits, targets, vocab_size, z_loss=0.0):
     """
-    logits (C, padded V), targets (C,) -> losses (C,) in fp32 and d loss / d logits; 0 where a
-    target is -1. Added is z_loss x logsumexp^2, which keeps the logits from drifting (PaLM,
-    Chowdhery et al. 2022, 5).
+    logits (C, padded V), targets (C,) -> losses (C,) in fp32, d loss / d logits; 0 where a target
+    is -1. z_loss x logsumexp^2 keeps the logits from drifting (PaLM, Chowdhery et al. 2022, 5).
     """
     logits32 = at_least_fp32(logits)
     # Over 64 pieces of a row, then over the pieces: a piece fits in registers, so it is read once.
@@ -392,8 +386,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     x (M, D), weight (padded V, D), targets (M,), -1 = ignored -> losses (M,), fp32. The rows go
     through in chunks, and each chunk's gradient is taken while its logits are there: backward only
-    scales d(sum of losses)/dx and /dweight. So every loss must get the same upstream gradient (as
-    in a mean).
+    scales d(sum of losses)/dx and /dweight. So all losses must get one upstream gradient, a mean's.
     """
     CHUNK = 16384   # tokens
 
@@ -426,8 +419,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 # The model.
 
 def triton_runs(device):
-    """Triton, and so torch.compile on a GPU and kernel.py, needs CUDA and compute capability 7.0 or
-    more."""
+    """Triton, and so torch.compile on a GPU and kernel.py, needs CUDA and capability 7.0."""
     return (device.type == 'cuda' and torch.cuda.get_device_capability(device) >= (7, 0)
             and importlib.util.find_spec('triton') is not None)
 
@@ -455,8 +447,7 @@ class Transformer(nn.Module):
         self.chunk_loss = chunk_loss        # compile_parts puts a compiled one here
 
     def router_on(self, device, dtype=torch.float32):
-        """'eager' or 'fused': what `router` comes to. ConfigError for fused where that cannot
-        run."""
+        """'eager' or 'fused', what `router` comes to. ConfigError where fused cannot run."""
         if self.router not in ROUTERS:
             raise ConfigError(f"router = {self.router!r}: must be one of {', '.join(ROUTERS)}")
         if self.router == 'eager' or dtype == torch.float64:    # the kernels compute in fp32
@@ -480,8 +471,7 @@ class Transformer(nn.Module):
         return kernel.DepthRouter(fold(*site_parameters(self)), c.H, c.norm_eps)
 
     def read_group(self, sources, sites):
-        """Delta form: what these sites (a slice) read of sources, a list, times their gates, as a
-        list."""
+        """Delta form: what these sites (a slice) read of sources, times their gates, as a list."""
         c, gates = self.config, self.gates[sites]
         parameters = [p[sites] for p in site_parameters(self)]
         if self.router_on(sources[0].device, sources[0].dtype) == 'eager':
@@ -495,12 +485,10 @@ class Transformer(nn.Module):
         """idx (B, T) -> the last hidden states, normalised, (B, T, D)."""
         start = len(caches[0]) if caches else 0
         rope = self.cos[start:start + idx.size(1)], self.sin[start:start + idx.size(1)]
-        # Rows that pad the vocabulary stand for no token: left out here and as logits, they are
-        # invisible.
+        # Rows that pad the vocabulary stand for no token: they are left out here and as logits.
         x = F.embedding(idx, self.wte.weight[:self.config.vocab_size])
         if torch.is_autocast_enabled(x.device.type):
-            # As small as the sublayers' outputs. For H = 0 this makes the running sum bf16: each
-            # sum rounds.
+            # As small as the sublayers' outputs. For H = 0 each running sum now rounds.
             x = x.to(torch.get_autocast_dtype(x.device.type))
         stream = self.new_stream(x)
         x = stream(x)
@@ -519,8 +507,8 @@ class Transformer(nn.Module):
 
         With targets (B, T), -1 = ignored: the mean cross-entropy in nats instead (under grad mode
         with the z-loss, if it is on); reduction='none' gives all losses (B, T), 0 where ignored,
-        and no gradient. `caches`, one KVCache a layer, lets idx go on where they end. ValueError if
-        idx is too long.
+        and no gradient. `caches`, one KVCache a layer, lets idx go on where they end. ValueError
+        for other shapes, IndexError or RuntimeError for what is no token.
         """
         self.check(idx, len(caches[0]) if caches else 0)
         if reduction not in ('mean', 'none'):
@@ -548,9 +536,8 @@ class Transformer(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None):
         """
-        idx (B, T >= 1), the prompt -> (B, T + new), prompt included. Temperature 0 takes the
-        likeliest token; top_k keeps the k likeliest (None or 0: all). Stops where the sequence
-        reaches block_size.
+        idx (B, T >= 1), the prompt -> (B, T + new), prompt included, block_size tokens at most.
+        Temperature 0 takes the likeliest token; top_k keeps the k likeliest (None or 0: all).
         """
         self.check(idx)
         caches, new = [KVCache() for _ in self.blocks], idx
@@ -606,9 +593,8 @@ class Transformer(nn.Module):
     def flops_per_token(self):
         """
         FLOPs of one training step per token, forward and backward: 6 a parameter (of the embedding
-        only the head's product), and 6 * n_layer * n_head * head_size * block_size for causal
-        attention, which sees half of the block on average. Routing's are left out: MFU then
-        compares H as tokens a second do.
+        only the head's product), and for causal attention, which sees half of the block on average,
+        6 * n_layer * n_head * head_size * block_size. The mixing of sources is left out.
         """
         c = self.config
         attention = c.n_layer * c.n_head * c.head_size * c.block_size
@@ -618,9 +604,8 @@ class Transformer(nn.Module):
 
     def graft(self, H, delta_blocks, query_init_std=0.0):
         """
-        This plain model in delta form: a new model on the very same weights, which computes exactly
-        what this one does until training moves its gates from 0. ConfigError if this one is not
-        plain.
+        This plain model in delta form: a new one on the very same weights, which computes exactly
+        the same until training moves its gates from 0. ConfigError if this one is not plain.
         """
         if self.config.H > 0:
             raise ConfigError(f"H = {self.config.H}: only a plain model (H = 0) can be grafted on")
