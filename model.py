@@ -674,6 +674,7 @@ def from_hub(kind, source, **options):
     """transformers.kind.from_pretrained(source); ConfigError for whatever it cannot load."""
     try:
         import transformers
+        transformers.logging.set_verbosity_error()      # from_pretrained tells what does not fit
         return getattr(transformers, kind).from_pretrained(source, **options)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}: pip install {error.name}") from error
