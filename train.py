@@ -48,7 +48,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 import data
 from eval import (EvalError, autocast, bytes_per_token, check_tokenizer, make_printable, read_checkpoint, read_log,
                   sample_text, uses_bf16, window_losses)
-from model import (PRESETS, ROUTERS, Config, ConfigError, Transformer, config_of, fold, pretrained_config, route,
+from model import (PRESETS, ROUTERS, ConfigError, Transformer, config_of, fold, pretrained_config, route,
                    site_parameters, triton_runs)
 
 
@@ -561,7 +561,8 @@ def describe(model, flags, device):
     form = f" in delta form ({c.delta_blocks} groups)" if c.delta_blocks else ''
     total, embedding, rest = (f"{n / 1e6:.2f}M" for n in (embedding + rest, embedding, rest))
     return (f"{kind} (H={c.H}){form}, {c.n_layer} layers, width {c.n_embd}: "
-            f"{total} parameters = {embedding} embedding + {rest} rest\n{'bf16' if uses_bf16(device, flags.dtype) else 'fp32'} on {device}, {routing}"
+            f"{total} parameters = {embedding} embedding + {rest} rest\n"
+            f"{'bf16' if uses_bf16(device, flags.dtype) else 'fp32'} on {device}, {routing}"
             f"torch.compile {'on' if flags.compile else 'off' if triton_runs(device) else 'off (it needs a GPU)'}"
             f"{', FSDP' if flags.fsdp else ''}")
 
